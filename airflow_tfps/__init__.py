@@ -1,0 +1,3 @@
+"""Airflow provider: TensorFlow parameter-server training on plain SSH hosts."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,663 @@
+"""Words that both sides share: states, names, paths, requests and messages.
+
+Imports the standard library only; `airflow_tfps` imports it too. Nothing here does I/O. Paths on a host, states and
+the wire format are written here and nowhere else.
+
+    training = TrainingId(key=training_key("nightly", "manual__1", "training"), incarnation="0a1b2c3d")
+    paths = Paths(workdir="/home/u/.tfps", training=training, host="gpu-a", uid=1000)
+    paths.log(Task("ps", 0))        # /home/u/.tfps/trainings/<slug>-<digest>/gpu-a/tasks/ps-0/log
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+VERSION = 1
+"""Of the wire format, the handle and every file below a training's directory. One version back is read."""
+
+EXIT_TRY_AGAIN = 75
+"""A harness program's "try again" (EX_TEMPFAIL of sysexits.h)."""
+
+LOCAL = "local"
+"""The name of the connection to this very machine, without SSH."""
+
+
+class ProtocolError(ValueError):
+    """Data from the other side, or from a file, does not have the form that this module describes."""
+
+
+class TaskState(str, Enum):
+    """State of one TF task, as its agent sees it.
+
+    PENDING   -> STARTING   launched
+    STARTING  -> RUNNING    its port listens (a task without a port: its process lives)
+    STARTING, RUNNING -> SUCCEEDED  exit 0
+    STARTING, RUNNING -> BACKOFF    ended otherwise, restarts left
+    STARTING, RUNNING -> FAILED     ended otherwise, no restarts left or the exit is final
+    BACKOFF   -> STARTING   the back-off is over
+    STARTING, RUNNING -> STOPPING   asked to end: SIGTERM sent, SIGKILL after the grace time
+    PENDING, BACKOFF, STOPPING -> STOPPED
+    any but final -> LOST   its agent is gone (said by an observer)
+    """
+
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    BACKOFF = "BACKOFF"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+    LOST = "LOST"
+
+    @property
+    def is_final(self) -> bool:
+        return self in _FINAL_TASK
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process belongs to the task."""
+        return self in (TaskState.STARTING, TaskState.RUNNING, TaskState.STOPPING)
+
+
+_FINAL_TASK = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.STOPPED, TaskState.LOST})
+
+
+class TrainingState(str, Enum):
+    """State of a training on one host, as its agent sees it.
+
+    RESERVED -> STARTING   the cluster's addresses are known; ps and workers are being started
+    STARTING -> READY      every started TF task of this host listens
+    READY    -> RUNNING    a TF task of this host reported progress, or the chief runs here
+    RUNNING  -> SUCCEEDED  the chief, running here, succeeded (its host only)
+    RESERVED, STARTING, READY, RUNNING -> FAILED   a TF task of this host failed for good
+    any but STOPPED, EXPIRED -> STOPPING -> the state that the end was decided with:
+        SUCCEEDED, FAILED  as before the stop
+        STOPPED            asked to stop before it had ended by itself
+        EXPIRED            nobody renewed the lease
+    """
+
+    RESERVED = "RESERVED"
+    STARTING = "STARTING"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+    EXPIRED = "EXPIRED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in _FINAL_TRAINING
+
+
+_FINAL_TRAINING = frozenset(
+    {TrainingState.SUCCEEDED, TrainingState.FAILED, TrainingState.STOPPED, TrainingState.EXPIRED}
+)
+
+_T = TaskState
+TASK_TRANSITIONS: Mapping[TaskState, frozenset[TaskState]] = {
+    _T.PENDING: frozenset({_T.STARTING, _T.STOPPED, _T.LOST}),
+    _T.STARTING: frozenset(
+        {_T.RUNNING, _T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}
+    ),
+    _T.RUNNING: frozenset({_T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}),
+    _T.STOPPING: frozenset({_T.STOPPED, _T.SUCCEEDED, _T.FAILED, _T.LOST}),
+    _T.BACKOFF: frozenset({_T.STARTING, _T.STOPPED, _T.LOST}),
+    _T.SUCCEEDED: frozenset(),
+    _T.FAILED: frozenset(),
+    _T.STOPPED: frozenset(),
+    _T.LOST: frozenset(),
+}
+
+_R = TrainingState
+TRAINING_TRANSITIONS: Mapping[TrainingState, frozenset[TrainingState]] = {
+    _R.RESERVED: frozenset({_R.STARTING, _R.FAILED, _R.STOPPING}),
+    _R.STARTING: frozenset({_R.READY, _R.RUNNING, _R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
+    _R.READY: frozenset({_R.RUNNING, _R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
+    _R.RUNNING: frozenset({_R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
+    _R.STOPPING: frozenset({_R.SUCCEEDED, _R.FAILED, _R.STOPPED, _R.EXPIRED}),
+    _R.SUCCEEDED: frozenset({_R.STOPPING}),
+    _R.FAILED: frozenset({_R.STOPPING}),
+    _R.STOPPED: frozenset(),
+    _R.EXPIRED: frozenset(),
+}
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """A TF task: role (TensorFlow's job name) and index; written `ps:0`, on a host `ps:0@gpu-a`."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.index}"
+
+    def at(self, host: str) -> str:
+        return f"{self}@{host}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """Read `ps:0`. Raises ProtocolError."""
+        match = _TASK.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise ProtocolError(f"not a TF task: {str(text)[:80]!r} (written role:index, like ps:0)")
+        return cls(match[1], int(match[2]))
+
+
+ROLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_TASK = re.compile(r"([a-z][a-z0-9_]{0,31}):(0|[1-9][0-9]{0,5})\Z")
+_INCARNATION = re.compile(r"[0-9a-f]{8}\Z")
+
+
+def training_key(dag_id: str, run_id: str, group_id: str, map_index: int = -1) -> str:
+    """The key of a training: what it is for, the same over retries and clears."""
+    parts = [dag_id, run_id, group_id or "-"]
+    if map_index >= 0:
+        parts.append(str(map_index))
+    return "/".join(parts)
+
+
+def slug(text: str) -> str:
+    """At most 40 letters, digits, `.`, `_`, `-` of `text`, for people who look at a directory."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40].rstrip("-.") or "training"
+
+
+def digest(*parts: str) -> str:
+    """12 hex digits that tell `parts` apart from any others."""
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+
+
+def key_directory(key: str) -> str:
+    """Name of the directory that belongs to a key: readable and unique."""
+    return f"{slug(key)}-{digest(key)}"
+
+
+@dataclass(frozen=True)
+class TrainingId:
+    """A training: its key, and an incarnation (8 hex digits) for each start from nothing."""
+
+    key: str
+    incarnation: str
+
+    def __post_init__(self) -> None:
+        if not self.key or len(self.key) > 1000 or "\n" in self.key or "#" in self.key:
+            raise ProtocolError(f"not a training key: {self.key[:80]!r}")
+        if not _INCARNATION.match(self.incarnation):
+            raise ProtocolError(f"not an incarnation (8 hex digits): {self.incarnation[:80]!r}")
+
+    def __str__(self) -> str:
+        return f"{self.key}#{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> TrainingId:
+        """Read `key#incarnation`. Raises ProtocolError."""
+        key, _, incarnation = text.rpartition("#")
+        return cls(key, incarnation)
+
+
+# --- places on a host ---------------------------------------------------------------------------------------------
+
+
+def run_dir(uid: Optional[int] = None) -> str:
+    """Host-local directory for locks and sockets: never on a network file system, survives no reinstall."""
+    return f"/var/tmp/tfps-{os.getuid() if uid is None else uid}"  # noqa: S108 (mode 0700, owner checked by its user)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Every path of one training on one host.
+
+    `workdir` is durable and may be shared by several hosts; locks and sockets are host-local. Several named hosts
+    may live on one machine (tests, the demo), so the host's name is part of the lock's name.
+    """
+
+    workdir: str
+    training: TrainingId
+    host: str
+    uid: Optional[int] = None
+
+    @property
+    def directory(self) -> str:
+        name = f"{slug(self.training.key)}-{digest(str(self.training))}"
+        return os.path.join(self.workdir, "trainings", name, self.host)
+
+    @property
+    def spec(self) -> str:
+        """The reservation as it was asked for and granted; no secrets."""
+        return os.path.join(self.directory, "spec.json")
+
+    @property
+    def events(self) -> str:
+        return os.path.join(self.directory, "events.jsonl")
+
+    @property
+    def acknowledged(self) -> str:
+        """Log offsets that a follower acknowledged."""
+        return os.path.join(self.directory, "acknowledged.json")
+
+    @property
+    def agent_log(self) -> str:
+        return os.path.join(self.directory, "agent.log")
+
+    def task_dir(self, task: Task) -> str:
+        return os.path.join(self.directory, "tasks", f"{task.role}-{task.index}")
+
+    def log(self, task: Task) -> str:
+        """What the TF task wrote to its standard output and error."""
+        return os.path.join(self.task_dir(task), "log")
+
+    def progress(self, task: Task) -> str:
+        """JSON lines, see `Progress`."""
+        return os.path.join(self.task_dir(task), "progress.jsonl")
+
+    def result(self, task: Task) -> str:
+        """One JSON object, see `Result`; written by the chief when training has ended."""
+        return os.path.join(self.task_dir(task), "result.json")
+
+    def context(self, task: Task) -> str:
+        """What a harness program is told, see `TaskContext`."""
+        return os.path.join(self.task_dir(task), "context.json")
+
+    @property
+    def _local(self) -> str:
+        return os.path.join(run_dir(self.uid), digest(str(self.training), self.host))
+
+    @property
+    def socket(self) -> str:
+        return self._local + ".sock"
+
+    @property
+    def lock(self) -> str:
+        """Held (flock) by the agent for as long as it lives; holds a `LockRecord`."""
+        return self._local + ".lock"
+
+
+def blob_path(workdir: str, content_hash: str, name: str) -> str:
+    """Where a program or an input lies on a host: its content's hash, then a name of its own."""
+    return os.path.join(workdir, "blobs", content_hash, name)
+
+
+def runtime_path(workdir: str, content_hash: str) -> str:
+    return os.path.join(workdir, "bin", f"tfps-{content_hash}.pyz")
+
+
+OWNER_FILE = ".tfps-owner"
+"""In a checkpoint directory: which training writes it (`Owner`)."""
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+M = TypeVar("M", bound="Message")
+
+
+def _check(value: Any, kind: Any, where: str) -> Any:
+    """`value` as `kind` (a subset of typing's forms), or ProtocolError naming the place."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is typing.Union:
+        if value is None and type(None) in arguments:
+            return None
+        return _check(value, next(a for a in arguments if a is not type(None)), where)
+    if origin in (tuple, list):
+        if not isinstance(value, (list, tuple)):
+            raise ProtocolError(f"{where}: a list is needed")
+        return origin(_check(v, arguments[0], f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+            raise ProtocolError(f"{where}: an object is needed")
+        return {k: _check(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
+    if isinstance(kind, type):
+        if issubclass(kind, Message):
+            return kind.from_json(value, where)
+        if issubclass(kind, Enum):
+            try:
+                return kind(value)
+            except ValueError:
+                raise ProtocolError(f"{where}: unknown value {str(value)[:40]!r}") from None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+            return value
+    raise ProtocolError(f"{where}: {getattr(kind, '__name__', kind)} is needed, not {type(value).__name__}")
+
+
+class Message:
+    """Base of the dataclasses that travel as JSON: round trip, types checked, unknown keys refused."""
+
+    def to_json(self) -> Dict[str, Any]:
+        return {
+            f.name: _plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+
+    @classmethod
+    def from_json(cls: Type[M], data: Any, where: str = "") -> M:
+        """Build from parsed JSON. Raises ProtocolError naming the first thing that is wrong."""
+        where = where or cls.__name__
+        if not isinstance(data, dict):
+            raise ProtocolError(f"{where}: an object is needed, not {type(data).__name__}")
+        hints = _hints(cls)
+        unknown = sorted(set(data) - set(hints))
+        if unknown:
+            raise ProtocolError(f"{where}: unknown key {str(unknown[0])[:40]!r}")
+        values = {}
+        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if f.name in data:
+                values[f.name] = _check(data[f.name], hints[f.name], f"{where}.{f.name}")
+            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise ProtocolError(f"{where}: {f.name!r} is missing")
+        return cls(**values)
+
+    def dumps(self) -> str:
+        return dump(self.to_json())
+
+    @classmethod
+    def loads(cls: Type[M], text: str) -> M:
+        return cls.from_json(load(text))
+
+
+_HINTS: Dict[type, Dict[str, Any]] = {}
+
+
+def _hints(cls: type) -> Dict[str, Any]:
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return value.to_json()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+MAX_LINE = 4 * 1024 * 1024
+"""Bytes of one line on the wire; a longer one is an error of the sender."""
+
+
+def dump(data: Any) -> str:
+    """One line of JSON, without the newline."""
+    return json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+
+
+def load(text: str) -> Any:
+    """Parse one line of JSON that the other side wrote. Raises ProtocolError."""
+    if len(text) > MAX_LINE:
+        raise ProtocolError(f"a line of {len(text)} characters")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not JSON: {text[:80]!r} ({error})") from None
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exit(Message):
+    """How a process ended: exactly one of the two is set."""
+
+    code: Optional[int] = None
+    signal: Optional[int] = None
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            return f"killed by signal {self.signal}"
+        return f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class TaskSpec(Message):
+    """A TF task as the plan wants it on this host."""
+
+    task: str
+    gpus: int = 0
+    restarts: int = 0
+    has_port: bool = True
+    is_chief: bool = False
+    warm: bool = True
+    env: Dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> Task:
+        return Task.parse(self.task)
+
+
+@dataclass(frozen=True)
+class ReserveRequest(Message):
+    """Hold ports and GPUs on this host for a training, and start importing `preload`."""
+
+    training: str
+    host: str
+    workdir: str
+    tasks: Tuple[TaskSpec, ...]
+    ports: Tuple[int, ...] = (20000, 29999)
+    preload: Tuple[str, ...] = ()
+    env: Dict[str, str] = field(default_factory=dict)
+    compat: Optional[str] = None
+    checkpoint_dir: Optional[str] = None
+    """Where the chief of this host will write; its owner is checked. None on other hosts."""
+    checkpoint_dir_is_fixed: bool = False
+    lease_secs: float = 120.0
+    grace_secs: float = 30.0
+    stall_secs: float = 600.0
+    seed: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Reservation(Message):
+    """What a host holds for a training."""
+
+    training: str
+    host: str
+    ports: Dict[str, int] = field(default_factory=dict)
+    gpus: Dict[str, List[int]] = field(default_factory=dict)
+    workdir: str = ""
+    checkpoint_dir: Optional[str] = None
+    state: TrainingState = TrainingState.RESERVED
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(Message):
+    """How the harness saves. `directory` is on the chief's host."""
+
+    directory: str
+    save_checkpoint_secs: float = 60.0
+    save_summaries_secs: float = 60.0
+    max_to_keep: int = 5
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class TaskContext(Message):
+    """What a harness program is told about itself (a file; its path is in the environment as TFPS_CONTEXT)."""
+
+    task: str
+    host: str
+    cluster: Dict[str, List[str]]
+    chief: str
+    program: str
+    checkpoint: CheckpointOptions
+    progress_path: str
+    result_path: str
+    mode: str = "async"
+    replication: str = "between_graph"
+    replicas_to_aggregate: Optional[int] = None
+    steps: Optional[int] = None
+    hparams: Dict[str, Any] = field(default_factory=dict)
+    inputs: Dict[str, str] = field(default_factory=dict)
+    session: Dict[str, Any] = field(default_factory=dict)
+    start_from: Optional[str] = None
+    seed: Optional[int] = None
+    grace_secs: float = 30.0
+    attempt: int = 0
+
+    @property
+    def name(self) -> Task:
+        return Task.parse(self.task)
+
+    @property
+    def is_chief(self) -> bool:
+        return self.task == self.chief
+
+
+CONTEXT_VARIABLE = "TFPS_CONTEXT"
+
+
+@dataclass(frozen=True)
+class Program(Message):
+    """What the TF tasks of a host run: exactly one of `module` (harness), `script` (as __main__), `command`."""
+
+    module: Optional[str] = None
+    script: Optional[str] = None
+    command: Optional[Tuple[str, ...]] = None
+    args: Tuple[str, ...] = ()
+    progress: Optional[str] = None
+    """Regular expression with groups `step` and, if it likes, `loss`, matched against each log line of a script."""
+
+
+@dataclass(frozen=True)
+class StartRequest(Message):
+    """The cluster's addresses are known: start this host's TF tasks, all but the chief."""
+
+    training: str
+    cluster: Dict[str, List[str]]
+    chief: str
+    program: Program
+    checkpoint: CheckpointOptions
+    mode: str = "async"
+    replication: str = "between_graph"
+    replicas_to_aggregate: Optional[int] = None
+    steps: Optional[int] = None
+    hparams: Dict[str, Any] = field(default_factory=dict)
+    inputs: Dict[str, str] = field(default_factory=dict)
+    session: Dict[str, Any] = field(default_factory=dict)
+    start_from: Optional[str] = None
+    secrets: Dict[str, str] = field(default_factory=dict)
+    """Reach the TF tasks' environment and nothing else: never a file, an event or a log."""
+
+
+@dataclass(frozen=True)
+class LockRecord(Message):
+    """What stands in an agent's lock file."""
+
+    training: str
+    host: str
+    workdir: str
+    pid: int
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Owner(Message):
+    """What stands in a checkpoint directory's owner file."""
+
+    training: str
+    host: str
+    lock: str
+    finished: bool = False
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """One line of a progress file. Times are seconds since the epoch; rates are per second of wall time."""
+
+    time: float
+    global_step: int
+    loss: Optional[float] = None
+    local_step: Optional[int] = None
+    steps_per_sec: Optional[float] = None
+    """Global steps."""
+    examples_per_sec: Optional[float] = None
+    """Of this worker."""
+    waiting_secs: Optional[float] = None
+    """Since the previous record, spent waiting for tokens, input or a session."""
+
+
+@dataclass(frozen=True)
+class Result(Message):
+    """What the chief leaves when training has ended."""
+
+    global_step: int
+    checkpoint: Optional[str] = None
+    """Prefix of the last complete checkpoint, e.g. /data/ckpt/x/model.ckpt-10000."""
+    metrics: Dict[str, float] = field(default_factory=dict)
+
+
+# --- what an agent tells ----------------------------------------------------------------------------------------------
+#
+# Lines of JSON, `{"type": ...}`. Those with a `seq` are in events.jsonl and come once, in order, from any seq on:
+#   task      task, state, attempt; pid and started when alive; exit and reason when it ended
+#   training  state, reason
+#   result    task, result (see Result)
+# Those without are for the moment:
+#   progress  task, progress (see Progress): the newest only
+#   log       task, offset (bytes, after the last line), lines
+#   caught_up the history has been sent
+#   beat      every few seconds, so that silence means a lost link
+#   gone      the agent is dead and had not ended the training: every task that was not final is LOST
+#   error     code, message, transient: the answer to a request that was refused
+
+
+class Kind:
+    """Values of a message's `type`."""
+
+    TASK = "task"
+    TRAINING = "training"
+    RESULT = "result"
+    PROGRESS = "progress"
+    LOG = "log"
+    CAUGHT_UP = "caught_up"
+    BEAT = "beat"
+    GONE = "gone"
+    ERROR = "error"
+
+
+BEAT_SECS = 5.0
+"""An agent says something to each follower at least this often."""
+
+
+def error_message(code: str, message: str, *, transient: bool = False) -> Dict[str, Any]:
+    return {"type": Kind.ERROR, "code": code, "message": message, "transient": transient}
+
+
+class RefusedError(Exception):
+    """A command on a host cannot do what was asked; becomes an `error` message.
+
+    Codes: busy, workdir, not_found, bad_request, gone, port, gpu, preload, checkpoint_owned, internal.
+    """
+
+    def __init__(self, code: str, message: str, *, transient: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.transient = transient
+
+    def to_json(self) -> Dict[str, Any]:
+        return error_message(self.code, str(self), transient=self.transient)
+
+
+def parse_tasks(names: Sequence[str]) -> List[Task]:
+    return [Task.parse(name) for name in names]
