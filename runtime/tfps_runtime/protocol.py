@@ -611,7 +611,7 @@ class Result(Message):
 #
 # Lines of JSON, `{"type": ...}`. Those with a `seq` are in events.jsonl and come once, in order, from any seq on:
 #   task      task, state, attempt; pid and started when alive; exit and reason when it ended
-#   training  state, reason
+#   training  state, reason; last: true on the last line that an agent writes
 #   result    task, result (see Result)
 # Those without are for the moment:
 #   progress  task, progress (see Progress): the newest only

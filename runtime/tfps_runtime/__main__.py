@@ -1,0 +1,42 @@
+"""`python tfps.pyz COMMAND`: on a host, JSON in on standard input and JSON lines out."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = """usage: python -m tfps_runtime COMMAND
+  run PROGRAM --local [--steps N] …   run a program in this one process
+  preflight reserve start launch probe status follow logs dump stop release put checkpoints sweep
+                                      what airflow-tfps calls on a host: a request as JSON on standard input
+"""
+
+
+def main() -> int:
+    """Dispatch; imports only what the command needs."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "agent":
+        from tfps_runtime import agent  # noqa: PLC0415
+
+        return agent.main()
+    if name == "nursery":
+        from tfps_runtime import nursery  # noqa: PLC0415
+
+        return nursery.main()
+    if name == "task":
+        from tfps_runtime import launch  # noqa: PLC0415
+
+        return launch.main()
+    if name == "run":
+        from tfps_runtime import local  # noqa: PLC0415
+
+        return local.main(sys.argv[2:])
+    from tfps_runtime import commands  # noqa: PLC0415
+
+    if name == "put" or name in commands.COMMANDS:
+        return commands.main(name)
+    sys.stderr.write(USAGE)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,562 @@
+"""The agent: one process per training and host, which holds the reservation and looks after the TF tasks.
+
+Standard library only. It outlives the connection that started it. `core.step` decides; the loop here turns files,
+signals and sockets into events and carries out actions. Every TF task dies with it, by the kernel's hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any, Dict, List, Optional
+
+from tfps_runtime import core
+from tfps_runtime.followers import Connection, Followers, integer
+from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, Launch, prctl
+from tfps_runtime.placeholders import fill
+from tfps_runtime.processes import Processes
+from tfps_runtime.protocol import (
+    CONTEXT_VARIABLE,
+    VERSION,
+    Exit,
+    Kind,
+    LockRecord,
+    Paths,
+    Progress,
+    ProtocolError,
+    RefusedError,
+    Reservation,
+    ReserveRequest,
+    Result,
+    StartRequest,
+    Task,
+    TaskContext,
+    TaskState,
+    TrainingId,
+    TrainingState,
+    dump,
+    load,
+)
+from tfps_runtime.reserve import (
+    Lock,
+    ensure_run_dir,
+    finish_checkpoint_dir,
+    hold_gpus,
+    hold_ports,
+    own_checkpoint_dir,
+    write_file,
+)
+from tfps_runtime.tails import Acknowledged, LogFile, ProgressFile
+
+QUIET_SECS, BUSY_SECS, STARTING_SECS = 1.0, 0.1, 0.03
+"""How long the loop sleeps when nothing comes: without TF tasks, with some, while one is starting."""
+
+
+class Agent:
+    """The world around `core.step`. Raises RefusedError when the reservation cannot be had."""
+
+    def __init__(self, request: ReserveRequest) -> None:
+        self.request = request
+        self.training = TrainingId.parse(request.training)
+        self.paths = Paths(os.path.expanduser(request.workdir), self.training, request.host)
+        ensure_run_dir()
+        os.makedirs(self.paths.directory, mode=0o700, exist_ok=True)
+        self.lock = Lock.acquire(
+            self.paths.lock, LockRecord(str(self.training), request.host, self.paths.workdir, os.getpid())
+        )
+        self.ports, self.gpu_locks = {}, []
+        try:
+            names = [t.task for t in request.tasks if t.has_port]
+            self.ports = hold_ports(names, request.ports, str(self.training) + request.host)
+            gpus, self.gpu_locks = hold_gpus({t.task: t.gpus for t in request.tasks if t.gpus})
+            directory = request.checkpoint_dir
+            if directory is not None:
+                directory = own_checkpoint_dir(
+                    os.path.expanduser(directory), self.paths, is_fixed=request.checkpoint_dir_is_fixed
+                )
+        except BaseException:
+            self.release()
+            raise
+        self.reservation = Reservation(
+            training=str(self.training),
+            host=request.host,
+            ports={name: port.number for name, port in self.ports.items()},
+            gpus=gpus,
+            workdir=self.paths.workdir,
+            checkpoint_dir=directory,
+        )
+        for task in request.tasks:
+            os.makedirs(self.paths.task_dir(task.name), mode=0o700, exist_ok=True)
+        record = {"version": VERSION, "request": request.to_json(), "reservation": self.reservation.to_json()}
+        write_file(self.paths.spec, dump(record) + "\n")
+
+        self.state = core.AgentState(
+            tasks={t.task: core.TaskView(spec=t) for t in request.tasks},
+            lease_until=time.monotonic() + request.lease_secs,
+            grace_secs=request.grace_secs,
+            stall_secs=request.stall_secs,
+            chief_is_here=any(t.is_chief for t in request.tasks),
+        )
+        self.start_request: Optional[StartRequest] = None
+        self.events: List[Dict[str, Any]] = []
+        self._events_fd = os.open(self.paths.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.logs = {t.task: LogFile(self.paths.log(t.name)) for t in request.tasks}
+        self.progress = {t.task: ProgressFile(self.paths.progress(t.name)) for t in request.tasks}
+        self._progress_pattern: Optional[re.Pattern[str]] = None
+        self._scanned: Dict[str, int] = {}
+        self.acknowledged = Acknowledged(self.paths.acknowledged)
+        self.followers = Followers(self.logs.__getitem__)
+        self.selector = selectors.DefaultSelector()
+        self._is_leaving = False
+        self._listen()
+        self._watch_signals()
+        self.processes = Processes(
+            request.preload, request.env, warm=any(t.warm for t in request.tasks) and bool(request.preload)
+        )
+        self._channel: Optional[socket.socket] = None
+
+    # --- set-up and end
+
+    def _listen(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.paths.socket)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.paths.socket)
+        os.chmod(self.paths.socket, 0o600)
+        self.listener.listen(64)
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, "listener")
+
+    def _watch_signals(self) -> None:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._wake, writer = os.pipe()
+        for fd in (self._wake, writer):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(writer)
+        self._terminated = False
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_terminated", True))
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        self.selector.register(self._wake, selectors.EVENT_READ, "signal")
+
+    def release(self) -> None:
+        """Let go of everything held, the lock last."""
+        for port in self.ports.values():
+            port.release()
+        for gpu in self.gpu_locks:
+            gpu.release()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.paths.socket)
+        self.lock.release()
+
+    # --- the loop
+
+    def run(self) -> None:
+        """Serve until the training has ended and been stopped, or the lease has run out. Blocks."""
+        try:
+            while not self._is_leaving:
+                self._wait()
+                self._look()
+            self.listener.close()
+            left = self.processes.end_all()
+            if left:
+                sys.stderr.write(f"could not end {left}\n")
+            self.followers.finish(5.0, lambda _: True)
+        finally:
+            self.processes.end_all()
+            self.release()
+
+    def _wait(self) -> None:
+        if self.processes.channel is not self._channel:
+            if self._channel is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self.selector.unregister(self._channel)
+            self._channel = self.processes.channel
+            if self._channel is not None:
+                self.selector.register(self._channel, selectors.EVENT_READ, "nursery")
+        states = [view.state for view in self.state.tasks.values()]
+        pause = QUIET_SECS
+        if any(s.is_alive for s in states):
+            pause = BUSY_SECS
+        if TaskState.STARTING in states:
+            pause = STARTING_SECS
+        pause = min(pause, max(core.next_due(self.state) - time.monotonic(), 0.0))
+        for key, mask in self.selector.select(pause):
+            if key.data == "listener":
+                self._accept()
+            elif key.data == "signal":
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+            elif isinstance(key.data, Connection):
+                if mask & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if mask & selectors.EVENT_READ:
+                    self._receive(key.data)
+
+    def _look(self) -> None:
+        """Turn what has happened in the world into events."""
+        self._read_progress()
+        spawned, ended = self.processes.hear()
+        for task, pid in spawned:
+            self.happen(core.Spawned(task, pid))
+        for task, exit_, reason, charged in ended + self.processes.reap():
+            self._ended(task, exit_, reason, charged=charged)
+        if self.processes.broken is not None:
+            self.happen(core.Broken(self.processes.broken))
+        self._find_listening()
+        if self._terminated:
+            self.happen(core.Stop("the agent was asked to end"))
+        self.happen(core.Tick())
+        for task, log in self.logs.items():
+            if self.state.tasks[task].state.is_alive:
+                log.rotate_if_large()
+        self.followers.push_logs(lambda task: not self.state.tasks[task].state.is_alive)
+        self.followers.beat({"lease_secs": round(self.state.lease_until - time.monotonic(), 1)})
+        for connection in self.followers.forget_closed():
+            self._forget(connection)
+        for connection in self.followers.connections:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
+            self.selector.modify(connection.sock, wanted, connection)
+
+    def _forget(self, connection: Connection) -> None:
+        # A closed socket cannot be looked up by its descriptor any more.
+        for key in list(self.selector.get_map().values()):
+            if key.data is connection:
+                self.selector.unregister(key.fileobj)
+
+    def happen(self, event: core.Event) -> None:
+        """Let the core decide about an event, and do what it says."""
+        self.state, actions = core.step(self.state, event, time.monotonic())
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: core.Action) -> None:
+        if isinstance(action, core.Tell):
+            self._tell(action.message)
+        elif isinstance(action, core.Spawn):
+            self._spawn(action.task, action.attempt)
+        elif isinstance(action, core.Kill):
+            self.processes.signal_group(action.task, action.signal)
+        elif isinstance(action, core.Dump):
+            self.processes.signal_leader(action.task, signal.SIGUSR1)
+        elif isinstance(action, core.Leave):
+            self._is_leaving = True
+
+    def _tell(self, message: Dict[str, Any]) -> None:
+        message = {"seq": len(self.events) + 1, "time": round(time.time(), 3), **message}
+        pid = message.get("pid")
+        if pid is not None:
+            message["started"] = self.processes.started(pid)
+        self.events.append(message)
+        os.write(self._events_fd, dump(message).encode() + b"\n")
+        self.followers.tell(message)
+
+    # --- TF tasks
+
+    def _spawn(self, name: str, attempt: int) -> None:
+        assert self.start_request is not None
+        start, task = self.start_request, Task.parse(name)
+        view = self.state.tasks[name]
+        values = self._placeholders(task)
+        env = {k: fill(v, values) for k, v in view.spec.env.items()}
+        env.update(start.secrets, TF_CONFIG=self._tf_config(task))
+        gpus = self.reservation.gpus.get(name, [])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus)) or "-1"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.paths.result(task))
+        if start.program.module is not None:
+            write_file(self.paths.context(task), self._context(task, attempt).dumps() + "\n")
+            env[CONTEXT_VARIABLE] = self.paths.context(task)
+        warm = view.spec.warm and bool(self.request.preload) and start.program.command is None
+        if not warm:
+            env = {**self.request.env, **env}
+        launch = Launch(
+            task=name,
+            log=self.paths.log(task),
+            directory=self.paths.task_dir(task),
+            program=start.program,
+            argv=tuple(fill(a, values) for a in start.program.args),
+            env=env,
+            seed=None if self.request.seed is None else f"{self.request.seed}/{name}/{attempt}",
+            compat=self.request.compat,
+        )
+        command = start.program.command
+        argv = None if command is None else [fill(a, values) for a in command]
+        try:
+            pid = self.processes.launch(launch, warm=warm, argv=argv)
+        except (OSError, ValueError) as error:
+            with open(launch.log, "a", encoding="utf-8") as log:
+                log.write(f"cannot start: {error}\n")
+            self.happen(core.Exited(name, Exit(code=127), f"cannot start: {error}"))
+            return
+        if pid is not None:
+            self.happen(core.Spawned(name, pid))
+
+    def _tf_config(self, task: Task) -> str:
+        assert self.start_request is not None
+        return json.dumps(
+            {"cluster": self.start_request.cluster, "task": {"type": task.role, "index": task.index}}
+        )
+
+    def _context(self, task: Task, attempt: int) -> TaskContext:
+        start = self.start_request
+        assert start is not None
+        assert start.program.module is not None
+        return TaskContext(
+            task=str(task),
+            host=self.request.host,
+            cluster=start.cluster,
+            chief=start.chief,
+            program=start.program.module,
+            checkpoint=start.checkpoint,
+            progress_path=self.paths.progress(task),
+            result_path=self.paths.result(task),
+            mode=start.mode,
+            replication=start.replication,
+            replicas_to_aggregate=start.replicas_to_aggregate,
+            steps=start.steps,
+            hparams=start.hparams,
+            inputs=start.inputs,
+            session=start.session,
+            start_from=start.start_from,
+            seed=self.request.seed,
+            grace_secs=self.request.grace_secs,
+            attempt=attempt,
+        )
+
+    def _placeholders(self, task: Task) -> Dict[str, str]:
+        start = self.start_request
+        assert start is not None
+        values = {
+            "job_name": task.role,
+            "task_index": str(task.index),
+            "task": str(task),
+            "host": self.request.host,
+            "checkpoint_dir": start.checkpoint.directory,
+            "steps": "" if start.steps is None else str(start.steps),
+        }
+        for role, addresses in start.cluster.items():
+            values[f"{role}_hosts"] = ",".join(addresses)
+        for name, path in start.inputs.items():
+            values[f"inputs.{name}"] = path
+        return values
+
+    def _ended(self, name: str, exit_: Exit, reason: str, *, charged: bool) -> None:
+        self._read_progress()
+        view = self.state.tasks[name]
+        if exit_.code == 0 and view.spec.is_chief and view.state is not TaskState.STOPPING:
+            self._finish(name)
+        self.happen(core.Exited(name, exit_, reason, charged))
+
+    def _finish(self, chief: str) -> None:
+        """The chief ended well: tell its result, and mark the checkpoint directory as finished."""
+        result = self._result(chief)
+        if result is not None:
+            self.happen(core.Finished(chief, result))
+        if self.reservation.checkpoint_dir is not None:
+            finish_checkpoint_dir(self.reservation.checkpoint_dir)
+
+    def _result(self, chief: str) -> Optional[Result]:
+        try:
+            with open(self.paths.result(Task.parse(chief)), encoding="utf-8") as file:
+                return Result.loads(file.read(4 * 1024 * 1024))
+        except FileNotFoundError:
+            newest = self.progress[chief].newest
+            return None if newest is None else Result(global_step=newest.global_step)
+        except (ProtocolError, OSError, UnicodeDecodeError) as error:
+            sys.stderr.write(f"result of {chief}: {error}\n")
+            return None
+
+    def _find_listening(self) -> None:
+        for name, view in self.state.tasks.items():
+            if view.state is TaskState.STARTING and view.pid is not None:
+                port = self.reservation.ports.get(name)
+                if port is None or is_listening("127.0.0.1", port, 0.05):
+                    self.happen(core.Listening(name))
+
+    def _read_progress(self) -> None:
+        for name, view in self.state.tasks.items():
+            if not view.state.is_alive or view.spec.name.role == "ps":
+                continue
+            if self._progress_pattern is not None:
+                self._scan_log(name)
+            records = self.progress[name].read()
+            if records:
+                self.happen(core.Advanced(name))
+                newest = records[-1].to_json()
+                newest = {k: v for k, v in newest.items() if v is not None}
+                self.followers.tell({"type": Kind.PROGRESS, "task": name, "progress": newest})
+
+    def _scan_log(self, name: str) -> None:
+        """Progress of a script: what its log says."""
+        assert self._progress_pattern is not None
+        newest = None
+        after, lines = self.logs[name].read_lines(self._scanned.get(name, 0))
+        self._scanned[name] = after
+        for line in lines:
+            found = self._progress_pattern.search(line)
+            if found is not None:
+                groups = found.groupdict()
+                with contextlib.suppress(ValueError, TypeError):
+                    loss = None if groups.get("loss") is None else float(groups["loss"])
+                    newest = Progress(time=time.time(), global_step=int(groups["step"]), loss=loss)
+        if newest is not None:
+            self.progress[name].append(newest)
+
+    # --- clients
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sock, _ = self.listener.accept()
+            connection = self.followers.add(sock)
+            self.selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: Connection) -> None:
+        for message in connection.receive():
+            try:
+                self._answer(connection, message)
+            except RefusedError as error:
+                connection.say(error.to_json())
+            except ProtocolError as error:
+                connection.say(RefusedError("bad_request", str(error)).to_json())
+
+    def _answer(self, connection: Connection, message: Any) -> None:
+        if not isinstance(message, dict):
+            raise ProtocolError("an object is needed")
+        command = message.get("command")
+        if command == "reserve":
+            self.happen(core.Renew(float(integer(int(message.get("lease_secs", 120))))))
+            connection.say({**self.reservation.to_json(), "state": self.state.training.value})
+        elif command == "start":
+            self._start(StartRequest.from_json(message.get("request")), float(message.get("lease_secs", 120)))
+            connection.say(self.status())
+        elif command == "launch":
+            self._launch(str(message.get("task")))
+            connection.say(self.status())
+        elif command == "status":
+            connection.say(self.status())
+        elif command == "dump":
+            for name in self.state.tasks:
+                self._act(core.Dump(name))
+            connection.say(self.status())
+        elif command == "stop":
+            grace = message.get("grace_secs")
+            self.followers.follow(connection, [], {})
+            self.happen(core.Stop(str(message.get("reason", "stopped")), None if grace is None else float(grace)))
+        elif command == "follow":
+            self._follow(connection, message)
+        elif "renew" in message:
+            self.happen(core.Renew(float(message["renew"])))
+        elif "ack" in message:
+            ack = message["ack"]
+            if isinstance(ack, dict) and ack.get("task") in self.logs:
+                self.acknowledged.put(ack["task"], integer(ack.get("offset")))
+        else:
+            raise ProtocolError(f"unknown command {str(command)[:40]!r}")
+
+    def _start(self, request: StartRequest, lease_secs: float) -> None:
+        if request.training != str(self.training):
+            raise RefusedError("bad_request", f"this agent is of training {self.training}")
+        if self.start_request is not None:
+            self.happen(core.Renew(lease_secs))
+            return
+        self.start_request = request
+        program = request.program
+        if program.progress is not None:
+            self._progress_pattern = re.compile(program.progress)
+        self.happen(
+            core.Start(
+                exits_are_retryable=program.module is None,
+                has_progress=program.module is not None or program.progress is not None,
+                lease_secs=lease_secs,
+            )
+        )
+
+    def _launch(self, name: str) -> None:
+        if self.start_request is None:
+            raise RefusedError("bad_request", "the cluster has not been started")
+        if name not in self.state.tasks:
+            raise RefusedError("not_found", f"{name} is not a TF task of this host")
+        self.happen(core.Launch(name))
+
+    def _follow(self, connection: Connection, message: Dict[str, Any]) -> None:
+        since = integer(message.get("from_seq"), 0)
+        wanted = message.get("logs") or []
+        logs = {name: self.acknowledged.get(name) for name in wanted if name in self.logs}
+        if message.get("renew") is not None:
+            self.happen(core.Renew(float(message["renew"])))
+        history = [e for e in self.events if e["seq"] > since]
+        for name, file in self.progress.items():
+            if file.newest is not None:
+                newest = {k: v for k, v in file.newest.to_json().items() if v is not None}
+                history.append({"type": Kind.PROGRESS, "task": name, "progress": newest})
+        self.followers.follow(connection, history, logs)
+
+    def status(self) -> Dict[str, Any]:
+        tasks = []
+        for name, view in self.state.tasks.items():
+            row: Dict[str, Any] = {"task": name, "state": view.state.value, "attempt": view.attempt}
+            if view.pid is not None:
+                row.update(pid=view.pid, started=self.processes.started(view.pid))
+            if view.exit is not None:
+                row["exit"] = view.exit.to_json()
+            newest = self.progress[name].newest
+            if newest is not None:
+                row["progress"] = {k: v for k, v in newest.to_json().items() if v is not None}
+            tasks.append(row)
+        return {
+            "type": "status",
+            "training": str(self.training),
+            "host": self.request.host,
+            "state": self.state.training.value,
+            "is_alive": True,
+            "seq": len(self.events),
+            "tasks": tasks,
+            "reservation": self.reservation.to_json(),
+            "lease_secs": round(self.state.lease_until - time.monotonic(), 1),
+            "nursery_secs": self.processes.ready_secs,
+        }
+
+
+def is_listening(host: str, port: int, timeout: float) -> bool:
+    """Whether a TCP connection to the address is accepted within `timeout` seconds."""
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> int:
+    """`python … agent`: the reservation's request on standard input, its answer on standard output; then serve."""
+    try:
+        try:
+            agent = Agent(ReserveRequest.from_json(load(sys.stdin.readline())))
+        except OSError as error:
+            raise RefusedError("workdir", f"{error.strerror}: {error.filename}") from error
+        except ProtocolError as error:
+            raise RefusedError("bad_request", str(error)) from error
+    except RefusedError as error:
+        print(dump(error.to_json()), flush=True)
+        return 1
+    print(dump(agent.reservation.to_json()), flush=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(agent.paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.chdir(agent.paths.directory)
+    try:
+        agent.run()
+    except BaseException:  # noqa: BLE001  the process's outermost frame: its log must say why
+        traceback.print_exc()
+        return 1
+    return 0 if agent.state.training is not TrainingState.FAILED else 1

@@ -1,0 +1,582 @@
+"""Commands that run on a host, one process each: they speak with the agent or look at what it left.
+
+Standard library only. JSON on standard input, lines of JSON on standard output. Each names the training it is about
+and acts on no other. All are idempotent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional
+
+from tfps_runtime.agent import is_listening
+from tfps_runtime.checkpoint import watch
+from tfps_runtime.followers import integer
+from tfps_runtime.launch import PROXY_VARIABLES
+from tfps_runtime.processes import runtime_argv, runtime_location
+from tfps_runtime.protocol import (
+    MAX_LINE,
+    Kind,
+    Paths,
+    ProtocolError,
+    RefusedError,
+    Reservation,
+    ReserveRequest,
+    Task,
+    TaskState,
+    TrainingId,
+    TrainingState,
+    blob_path,
+    dump,
+    load,
+    run_dir,
+)
+from tfps_runtime.reserve import ensure_run_dir, is_held, list_gpus, living, read_lock
+from tfps_runtime.tails import Acknowledged, LogFile
+
+ANSWER_SECS = 30.0
+
+
+def say(message: Dict[str, Any]) -> None:
+    """One line to whoever runs the command."""
+    sys.stdout.write(dump(message) + "\n")
+    sys.stdout.flush()
+
+
+def paths_of(request: Dict[str, Any]) -> Paths:
+    """The paths of the training that a request names. Raises ProtocolError."""
+    try:
+        training, host = TrainingId.parse(request["training"]), str(request["host"])
+        return Paths(os.path.expanduser(str(request["workdir"])), training, host)
+    except (KeyError, AttributeError) as error:
+        raise ProtocolError(f"the request lacks {error}") from None
+
+
+# --- speaking with an agent -----------------------------------------------------------------------------------------
+
+
+def reach(paths: Paths) -> Optional[socket.socket]:
+    """A connection to the training's agent, or None when it is dead."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(ANSWER_SECS)
+        sock.connect(paths.socket)
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    return sock
+
+
+def lines_of(sock: socket.socket) -> Iterator[Dict[str, Any]]:
+    with sock.makefile("r", encoding="utf-8") as file:
+        for line in file:
+            message = load(line)
+            if isinstance(message, dict):
+                yield message
+
+
+def ask(paths: Paths, request: Dict[str, Any]) -> Dict[str, Any]:
+    """One request, one answer. Raises RefusedError, code `gone` when there is no agent."""
+    sock = reach(paths)
+    if sock is None:
+        raise RefusedError("gone", f"no agent of {paths.training} lives on {paths.host}", transient=True)
+    with sock:
+        sock.sendall(dump(request).encode() + b"\n")
+        try:
+            answer = next(lines_of(sock))
+        except StopIteration:
+            raise RefusedError("gone", f"the agent of {paths.training} ended while it was asked", transient=True) from None
+        except socket.timeout:
+            raise RefusedError("busy", f"the agent of {paths.training} does not answer", transient=True) from None
+    if answer.get("type") == Kind.ERROR:
+        raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
+    return answer
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+def preflight(request: Dict[str, Any]) -> None:
+    """What the host has, and what it lacks, before anything is reserved; touches nothing but its own folders."""
+    workdir = os.path.expanduser(str(request.get("workdir", "~/.tfps")))
+    faults = []
+    try:
+        os.makedirs(workdir, mode=0o700, exist_ok=True)
+        if not os.access(workdir, os.W_OK | os.X_OK):
+            faults.append(f"workdir {workdir} is not writable")
+        free = shutil.disk_usage(workdir).free
+    except OSError as error:
+        faults.append(f"workdir {workdir}: {error.strerror}")
+        free = None
+    try:
+        ensure_run_dir()
+    except (OSError, RefusedError) as error:
+        faults.append(str(error))
+    for name in request.get("preload", []):
+        try:
+            is_there = importlib.util.find_spec(str(name)) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        if not is_there:
+            faults.append(f"{sys.executable} has no module {name}; install it there, or name another `python`")
+    gpus: Optional[List[Any]] = None
+    try:
+        gpus = [{"bus": g.bus, "used_mib": g.used_mib} for g in list_gpus()]
+    except RefusedError as error:
+        if request.get("gpus"):
+            faults.append(str(error))
+    say(
+        {
+            "type": "preflight",
+            "python": platform.python_version(),
+            "machine": platform.node(),
+            "uid": os.getuid(),
+            "cpus": os.cpu_count(),
+            "disk_free": free,
+            "time": time.time(),
+            "gpus": gpus,
+            "proxies": sorted(PROXY_VARIABLES & set(os.environ)),
+            "trainings": [record.training for _, record in living()],
+            "faults": faults,
+        }
+    )
+
+
+def reserve(request: Dict[str, Any]) -> None:
+    """Start the training's agent, or find it alive; answers with its `Reservation`."""
+    wanted = ReserveRequest.from_json(request)
+    paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
+    with contextlib.suppress(RefusedError):
+        say(ask(paths, {"command": "reserve", "lease_secs": int(wanted.lease_secs)}))
+        return
+    env = dict(os.environ)
+    location = runtime_location()
+    if os.path.isdir(location):
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (location, env.get("PYTHONPATH")) if p)
+    process = subprocess.Popen(
+        runtime_argv("agent"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        cwd="/",
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(wanted.dumps().encode() + b"\n")
+    process.stdin.close()
+    line = process.stdout.readline().decode("utf-8", "replace")
+    if not line:
+        message = process.stderr.read().decode("utf-8", "replace").strip()
+        raise RefusedError("internal", f"the agent did not start: {message[-2000:]}")
+    answer = load(line)
+    if answer.get("type") == Kind.ERROR:
+        if answer["code"] == "alive":  # another `reserve` of the same training was faster
+            for _ in range(100):
+                with contextlib.suppress(RefusedError):
+                    say(ask(paths, {"command": "reserve", "lease_secs": int(wanted.lease_secs)}))
+                    return
+                time.sleep(0.05)
+        raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
+    say(Reservation.from_json(answer).to_json())
+
+
+def start(request: Dict[str, Any]) -> None:
+    """Give the agent the cluster's addresses; it starts its TF tasks, all but the chief."""
+    say(ask(paths_of(request), {"command": "start", **_only(request, "request", "lease_secs")}))
+
+
+def launch(request: Dict[str, Any]) -> None:
+    """Start the chief; nothing happens when it was started already."""
+    say(ask(paths_of(request), {"command": "launch", "task": request.get("task")}))
+
+
+def dump_stacks(request: Dict[str, Any]) -> None:
+    """Ask every TF task of the training for its stacks; they appear in its log."""
+    say(ask(paths_of(request), {"command": "dump"}))
+
+
+def probe(request: Dict[str, Any]) -> None:
+    """Wait until every address accepts connections, or a TF task of this host has failed, or the time is over.
+
+    Answers with what is `missing` (task -> why) and, when something failed here, `failed`.
+    """
+    paths = paths_of(request)
+    until = time.monotonic() + float(request.get("timeout_secs", 0))
+    missing = {str(task): str(address) for task, address in dict(request.get("addresses", {})).items()}
+    failed: Optional[str] = None
+    asked = 0.0
+    while True:
+        for task, address in list(missing.items()):
+            host, _, port = address.rpartition(":")
+            if is_listening(host.strip("[]"), int(port), 1.0):
+                del missing[task]
+        now = time.monotonic()
+        if missing and now - asked >= 0.25:
+            asked = now
+            failed = _failure(paths)
+        if not missing or failed or now >= until:
+            break
+        time.sleep(0.05)
+    say({"type": "probe", "missing": {t: f"{a} does not accept connections" for t, a in missing.items()}, "failed": failed})
+
+
+def _failure(paths: Paths) -> Optional[str]:
+    """Why the training cannot become ready on this host, if so."""
+    found = look(paths)
+    if not found["is_alive"]:
+        return f"the agent on {paths.host} is gone"
+    for task in found["tasks"]:
+        if task["state"] == TaskState.FAILED.value:
+            tail = LogFile(paths.log(Task.parse(task["task"]))).tail(15)
+            return "\n".join([f"{Task.parse(task['task']).at(paths.host)} failed; the end of its log:", *tail])
+    if found["state"] == TrainingState.FAILED.value:
+        return str(found.get("reason") or "the training failed")
+    return None
+
+
+def status(request: Dict[str, Any]) -> None:
+    """How the training stands on this host, from its agent or from what that left behind."""
+    say(look(paths_of(request)))
+
+
+def look(paths: Paths) -> Dict[str, Any]:
+    try:
+        found = ask(paths, {"command": "status"})
+    except RefusedError as error:
+        if error.code != "gone":
+            raise
+        return recall(paths)
+    if found["state"] == TrainingState.FAILED.value:
+        reasons = [e.get("reason") for e in history(paths) if e["type"] == Kind.TRAINING and e["state"] == "FAILED"]
+        found["reason"] = reasons[-1] if reasons else None
+    return found
+
+
+def recall(paths: Paths) -> Dict[str, Any]:
+    """The status of a training whose agent is gone, from its events. What had not ended is LOST."""
+    tasks: Dict[str, Dict[str, Any]] = {}
+    state: Optional[str] = None
+    reason = None
+    events = history(paths)
+    for event in events:
+        if event["type"] == Kind.TASK:
+            tasks[event["task"]] = {k: event[k] for k in ("task", "state", "attempt", "exit") if k in event}
+        elif event["type"] == Kind.TRAINING:
+            state, reason = event["state"], event.get("reason")
+    for task in tasks.values():
+        if not TaskState(task["state"]).is_final:
+            task["state"] = TaskState.LOST.value
+    is_known = os.path.exists(paths.spec)
+    is_final = state is not None and TrainingState(state).is_final
+    return {
+        "type": "status",
+        "training": str(paths.training),
+        "host": paths.host,
+        "state": state if is_final else ("LOST" if is_known else "UNKNOWN"),
+        "reason": reason,
+        "is_alive": False,
+        "seq": len(events),
+        "tasks": list(tasks.values()),
+    }
+
+
+def history(paths: Paths, since: int = 0) -> List[Dict[str, Any]]:
+    """Events on disk with a higher sequence number; a torn last line is passed over."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), open(paths.events, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ProtocolError):
+                event = load(line)
+                if isinstance(event, dict) and integer(event.get("seq"), 0) > since:
+                    found.append(event)
+    return found
+
+
+def follow(request: Dict[str, Any]) -> None:
+    """Events after `from_seq`, progress and the logs of `logs`, as they come, until the training has ended here.
+
+    Lines on standard input go to the agent: `{"ack": {"task": …, "offset": …}}`, `{"renew": secs}`. Its end of file
+    ends the command: the follower is gone.
+    """
+    paths = paths_of(request)
+    seen = integer(request.get("from_seq"), 0)
+    logs = [str(name) for name in request.get("logs", [])]
+    offsets: Dict[str, int] = {}
+    is_final = False
+    sock = reach(paths)
+    if sock is not None:
+        sock.settimeout(None)
+        with sock:
+            first = {"command": "follow", **_only(request, "from_seq", "logs", "renew")}
+            sock.sendall(dump(first).encode() + b"\n")
+            for line in _relay(sock):
+                message = load(line.decode("utf-8", "replace"))
+                seen = max(seen, integer(message.get("seq"), 0))
+                if message["type"] == Kind.LOG:
+                    offsets[message["task"]] = message["offset"]
+                is_final = is_final or _is_end(message)
+                sys.stdout.write(line.decode("utf-8", "replace") + "\n")
+                sys.stdout.flush()
+        if is_final:
+            return
+        for _ in range(200):  # the agent's end and its lock's are not one moment
+            if not is_held(paths.lock):
+                break
+            time.sleep(0.01)
+    for event in history(paths, seen):
+        is_final = is_final or _is_end(event)
+        say(event)
+    acknowledged = Acknowledged(paths.acknowledged)
+    for name in logs:
+        log, offset = LogFile(paths.log(Task.parse(name))), max(acknowledged.get(name), offsets.get(name, 0))
+        while offset < log.size():
+            after, lines = log.read_lines(offset, is_complete=True)
+            if after <= offset:
+                break
+            offset = after
+            say({"type": Kind.LOG, "task": name, "offset": offset, "lines": lines})
+            acknowledged.put(name, offset)
+    say({"type": Kind.CAUGHT_UP})
+    if not is_final:
+        say({"type": Kind.GONE, "state": recall(paths)["state"]})
+
+
+def _is_end(message: Dict[str, Any]) -> bool:
+    """Whether a message says that the training has been stopped on this host: nothing comes after it."""
+    return message.get("last") is True
+
+
+def _relay(sock: socket.socket) -> Iterator[bytes]:
+    """Lines from the agent, while lines from standard input go to it; ends when either side does."""
+    pending = b""
+    stdin = sys.stdin.fileno()
+    while True:
+        readable, _, _ = select.select([sock, stdin], [], [])
+        if stdin in readable:
+            data = os.read(stdin, 65536)
+            if not data:
+                sys.exit(0)
+            sock.sendall(data)
+        if sock in readable:
+            try:
+                data = sock.recv(65536)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            yield from lines
+
+
+def logs(request: Dict[str, Any]) -> None:
+    """The last `lines` lines of a TF task's log."""
+    paths = paths_of(request)
+    task = Task.parse(str(request.get("task")))
+    log = LogFile(paths.log(task))
+    say({"type": Kind.LOG, "task": str(task), "offset": log.size(), "lines": log.tail(integer(request.get("lines"), 100))})
+
+
+def stop(request: Dict[str, Any]) -> None:
+    """End the training here: SIGTERM, after the grace time SIGKILL; waits until nothing is left of it.
+
+    With `training`, that one; with `key`, every incarnation of it on this machine that belongs to `host`. Answers with
+    the `stopped` trainings (id -> state). Stopping what is not there is no error.
+    """
+    stopped: Dict[str, str] = {}
+    if "training" in request:
+        found = [paths_of(request)]
+    else:
+        found = [
+            Paths(record.workdir, TrainingId.parse(record.training), record.host)
+            for _, record in living()
+            if TrainingId.parse(record.training).key == request.get("key") and record.host == request.get("host")
+        ]
+    for paths in found:
+        stopped[str(paths.training)] = _stop(paths, request)
+    say({"type": "stopped", "stopped": stopped})
+
+
+def _stop(paths: Paths, request: Dict[str, Any]) -> str:
+    sock = reach(paths)
+    if sock is None and not is_held(paths.lock):
+        return str(recall(paths)["state"])
+    if sock is not None:
+        with sock:
+            sock.settimeout(float(request.get("timeout_secs", 120.0)))
+            first = {"command": "stop", **_only(request, "reason", "grace_secs")}
+            with contextlib.suppress(OSError):
+                sock.sendall(dump(first).encode() + b"\n")
+                for _ in lines_of(sock):
+                    pass
+    for _ in range(500):
+        if not is_held(paths.lock):
+            return str(recall(paths)["state"])
+        time.sleep(0.01)
+    record = read_lock(paths.lock)
+    raise RefusedError("busy", f"the agent of {paths.training} (pid {record and record.pid}) does not end", transient=True)
+
+
+def put(request: Dict[str, Any], content: BinaryIO) -> None:
+    """Store what follows on standard input under its hash, unless it is there; answers with its `path`.
+
+    `kind` is `file` or `tar` (unpacked; regular files and folders below the blob only). Raises RefusedError when what
+    arrives is not what `sha256` says.
+    """
+    workdir = os.path.expanduser(str(request["workdir"]))
+    name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
+    if not expected.isalnum() or name in ("", ".", "..") or "/" in name:
+        raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
+    target = blob_path(workdir, expected, name)
+    if request.get("only_ask"):
+        say({"type": "blob", "path": target, "is_there": os.path.exists(target)})
+        return
+    os.makedirs(os.path.join(workdir, "blobs"), mode=0o700, exist_ok=True)
+    folder = os.path.dirname(target)
+    temporary = f"{folder}.{os.getpid()}.tmp"
+    os.makedirs(temporary, mode=0o700)
+    try:
+        arrived = os.path.join(temporary, name if request.get("kind") != "tar" else ".tar")
+        digest = hashlib.sha256()
+        with open(arrived, "wb") as file:
+            left = size
+            while left:
+                chunk = content.read(min(left, 1 << 20))
+                if not chunk:
+                    raise RefusedError("bad_request", f"{name}: the upload was cut short", transient=True)
+                digest.update(chunk)
+                file.write(chunk)
+                left -= len(chunk)
+        if digest.hexdigest()[: len(expected)] != expected:
+            raise RefusedError("bad_request", f"{name}: the upload arrived damaged", transient=True)
+        if request.get("kind") == "tar":
+            _unpack(arrived, os.path.join(temporary, name))
+            os.unlink(arrived)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not os.path.exists(target):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    say({"type": "blob", "path": target, "is_there": True})
+
+
+def _unpack(archive: str, target: str) -> None:
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            path = os.path.normpath(os.path.join(target, member.name))
+            if not (member.isreg() or member.isdir()) or not (path + os.sep).startswith(target + os.sep):
+                raise RefusedError("bad_request", f"{member.name[:80]!r} does not belong into an upload")
+            if member.isdir():
+                os.makedirs(path, mode=0o700, exist_ok=True)
+                continue
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            source = tar.extractfile(member)
+            assert source is not None
+            with open(path, "wb") as file:
+                shutil.copyfileobj(source, file)
+
+
+def checkpoints(request: Dict[str, Any]) -> None:
+    """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between."""
+    directory = os.path.expanduser(str(request["directory"]))
+    said = time.monotonic()
+    for checkpoint in watch(
+        directory,
+        after_step=int(request.get("after_step", -1)),
+        newer_than=float(request.get("newer_than", 0.0)),
+    ):
+        if checkpoint is not None:
+            say({"type": "checkpoint", "checkpoint": checkpoint.to_json()})
+            continue
+        if not request.get("follow"):
+            break
+        if time.monotonic() - said >= 5.0:
+            said = time.monotonic()
+            say({"type": Kind.BEAT, "time": time.time()})
+        if select.select([sys.stdin], [], [], 0)[0] and not os.read(sys.stdin.fileno(), 4096):
+            break
+
+
+def sweep(request: Dict[str, Any]) -> None:
+    """Remove locks and sockets of dead agents of this user; nothing of a living one, no checkpoint, no log."""
+    removed = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(run_dir()):
+            path = os.path.join(run_dir(), name)
+            lock = path[: path.rfind(".")] + ".lock"
+            if name.endswith((".lock", ".sock")) and not name.startswith("gpu-") and not is_held(lock):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                    removed.append(path)
+    say({"type": "swept", "removed": removed})
+
+
+def _only(request: Dict[str, Any], *names: str) -> Dict[str, Any]:
+    return {name: request[name] for name in names if request.get(name) is not None}
+
+
+COMMANDS = {
+    "preflight": preflight,
+    "reserve": reserve,
+    "start": start,
+    "launch": launch,
+    "probe": probe,
+    "status": status,
+    "follow": follow,
+    "logs": logs,
+    "dump": dump_stacks,
+    "stop": stop,
+    "release": stop,
+    "checkpoints": checkpoints,
+    "sweep": sweep,
+}
+
+
+def main(name: str) -> int:
+    """Run one command; what it refuses is an `error` line and exit code 1."""
+    try:
+        request = load(_first_line() or "{}")
+        if not isinstance(request, dict):
+            raise ProtocolError("an object is needed on standard input")
+        if name == "put":
+            put(request, sys.stdin.buffer)
+        else:
+            COMMANDS[name](request)
+    except RefusedError as error:
+        say(error.to_json())
+        return 1
+    except (ProtocolError, KeyError, TypeError, ValueError) as error:
+        say(RefusedError("bad_request", f"{name}: {type(error).__name__}: {error}").to_json())
+        return 1
+    except BrokenPipeError:  # nobody listens any more
+        return 1
+    except OSError as error:
+        say(RefusedError("workdir", f"{name}: {error}").to_json())
+        return 1
+    return 0
+
+
+def _first_line() -> str:
+    """One line of standard input and not a byte more: what follows is read by descriptor."""
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= MAX_LINE:
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode("utf-8", "replace")

@@ -1,0 +1,174 @@
+"""Connections to an agent: requests that get one answer, and followers that are told everything as it happens.
+
+Standard library only. Nothing here blocks: what a connection does not take waits in its buffer, and one that takes
+nothing for too long is dropped (it comes back and resumes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Any, Callable, Dict, Iterable, List, Optional
+
+from tfps_runtime.protocol import BEAT_SECS, MAX_LINE, Kind, ProtocolError, dump, load
+from tfps_runtime.tails import LogFile
+
+MAX_BUFFER = 16 * 1024 * 1024
+PAUSE_BUFFER = 256 * 1024
+"""With more than this waiting, logs are held back; they lie in their files."""
+
+
+class Connection:
+    """One client of the agent's socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.setblocking(False)
+        self._in = b""
+        self._out = b""
+        self.is_closed = False
+        self.closes_when_sent = False
+        self.is_follower = False
+        self.logs: Dict[str, int] = {}
+        """TF tasks whose logs are pushed, with the offset up to which they were."""
+        self.said = time.monotonic()
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes not yet taken by the client."""
+        return len(self._out)
+
+    def receive(self) -> List[Any]:
+        """Messages that have arrived whole; closes at end of file and at nonsense."""
+        try:
+            data = self.sock.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return []
+        self._in += data
+        *lines, self._in = self._in.split(b"\n")
+        if len(self._in) > MAX_LINE:
+            self.close()
+            return []
+        messages = []
+        for line in lines:
+            with contextlib.suppress(ProtocolError):
+                messages.append(load(line.decode("utf-8", "replace")))
+        return messages
+
+    def say(self, message: Dict[str, Any]) -> None:
+        if self.is_closed:
+            return
+        self._out += dump(message).encode() + b"\n"
+        self.said = time.monotonic()
+        if len(self._out) > MAX_BUFFER:
+            self.close()
+        else:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the client takes now."""
+        while self._out and not self.is_closed:
+            try:
+                sent = self.sock.send(self._out)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            self._out = self._out[sent:]
+        if self.closes_when_sent and not self._out:
+            self.close()
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.sock.close()
+
+
+class Followers:
+    """All connections of an agent."""
+
+    def __init__(self, log_of: Callable[[str], LogFile]) -> None:
+        self._log_of = log_of
+        self.connections: List[Connection] = []
+
+    def add(self, sock: socket.socket) -> Connection:
+        connection = Connection(sock)
+        self.connections.append(connection)
+        return connection
+
+    def follow(
+        self, connection: Connection, history: Iterable[Dict[str, Any]], logs: Dict[str, int]
+    ) -> None:
+        """Make a connection a follower: `history` first, then whatever comes, and the `logs` from their offsets."""
+        connection.is_follower = True
+        connection.logs = dict(logs)
+        for message in history:
+            connection.say(message)
+        connection.say({"type": Kind.CAUGHT_UP})
+
+    def tell(self, message: Dict[str, Any]) -> None:
+        for connection in self.connections:
+            if connection.is_follower:
+                connection.say(message)
+
+    def forget_closed(self) -> List[Connection]:
+        closed = [c for c in self.connections if c.is_closed]
+        if closed:
+            self.connections = [c for c in self.connections if not c.is_closed]
+        return closed
+
+    def push_logs(self, ended: Callable[[str], bool]) -> bool:
+        """Send each follower what its logs have grown by; whether there is more to send at once."""
+        is_behind = False
+        for connection in self.connections:
+            for task, offset in list(connection.logs.items()):
+                if connection.is_closed or connection.waiting > PAUSE_BUFFER:
+                    continue
+                log = self._log_of(task)
+                if log.size() <= offset:
+                    continue
+                after, lines = log.read_lines(offset, is_complete=ended(task))
+                if lines:
+                    connection.logs[task] = after
+                    connection.say({"type": Kind.LOG, "task": task, "offset": after, "lines": lines})
+                    is_behind = is_behind or log.size() > after
+        return is_behind
+
+    def beat(self, extra: Dict[str, Any]) -> None:
+        now = time.monotonic()
+        for connection in self.connections:
+            if connection.is_follower and now - connection.said >= BEAT_SECS:
+                connection.say({"type": Kind.BEAT, "time": time.time(), **extra})
+
+    def finish(self, secs: float, ended: Callable[[str], bool]) -> None:
+        """Send what is left, for at most `secs`; blocks. The agent's last act."""
+        until = time.monotonic() + secs
+        while time.monotonic() < until:
+            is_behind = self.push_logs(ended)
+            for connection in self.connections:
+                connection.flush()
+            self.forget_closed()
+            if not is_behind and not any(c.waiting for c in self.connections):
+                break
+            time.sleep(0.01)
+        for connection in self.connections:
+            connection.close()
+
+
+def integer(value: Any, default: Optional[int] = None) -> int:
+    """A non-negative integer out of a message. Raises ProtocolError."""
+    if value is None and default is not None:
+        return default
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ProtocolError(f"not a non-negative integer: {str(value)[:40]}")

@@ -1,0 +1,326 @@
+"""What a training holds on a host, and how: its lock, ports, GPUs and checkpoint directory.
+
+Standard library only. Everything here is held by the agent's process and released by the kernel when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+import subprocess
+import zlib
+from dataclasses import dataclass, replace
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+
+from tfps_runtime.protocol import OWNER_FILE, LockRecord, Owner, Paths, ProtocolError, RefusedError, run_dir
+
+MAX_USED_MIB = 300
+"""A GPU with more memory in use belongs to somebody."""
+
+
+def ensure_run_dir() -> str:
+    """Make the host-local directory of this user; refuse one that another user prepared."""
+    path = run_dir()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RefusedError("workdir", f"{path} is not a directory of this user; remove it and try again")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        os.chmod(path, 0o700)
+    return path
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a small file that appears whole or not at all, readable by its owner only."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+
+
+# --- the agent's lock ----------------------------------------------------------------------------------------------
+#
+# A lock of the open file description (fcntl(2)): bound to the agent's descriptor, not inherited over exec, and, unlike
+# flock(2), it can be asked about without being taken, so that a look never disturbs another look or a start.
+
+_FLOCK = "hhlli0l"  # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
+
+
+def _flock(kind: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
+
+
+class Lock:
+    """An agent's lock: held means the agent lives. Its file says whose it is."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, path: str, record: LockRecord) -> Lock:
+        """Take the lock without waiting. Raises RefusedError(`alive`) while another process holds it."""
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+            except BlockingIOError:
+                os.close(fd)
+                raise RefusedError("alive", f"an agent of {record.training} lives on this host") from None
+            # The former holder removes the file before it lets go: what was locked may no longer be at the path.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    os.ftruncate(fd, 0)
+                    os.write(fd, record.dumps().encode())
+                    return cls(path, fd)
+            os.close(fd)
+
+    def release(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self._fd)
+
+
+def is_held(path: str) -> bool:
+    """Whether a living process holds the lock at `path`."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK)))
+    finally:
+        os.close(fd)
+    return found[0] != fcntl.F_UNLCK
+
+
+def read_lock(path: str) -> Optional[LockRecord]:
+    """What the lock file says, or None when it is absent, empty or not ours."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return LockRecord.loads(file.read(65536))
+    except (OSError, ProtocolError, UnicodeDecodeError):
+        return None
+
+
+def living() -> Iterator[Tuple[str, LockRecord]]:
+    """Locks of the agents of this user that live on this machine, with what they say."""
+    try:
+        names = sorted(os.listdir(run_dir()))
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = os.path.join(run_dir(), name)
+        if name.endswith(".lock") and not name.startswith("gpu-"):
+            record = read_lock(path)
+            if record is not None and is_held(path):
+                yield path, record
+
+
+# --- ports ---------------------------------------------------------------------------------------------------------
+
+
+class Port:
+    """A TCP port that nobody else can take and that nothing listens on.
+
+    A plain bind excludes everyone; SO_REUSEPORT set *afterwards* lets TensorFlow, told TF_GRPC_REUSE_PORT=true,
+    bind beside it, again and again over restarts. A connection to it is refused until TensorFlow listens.
+    """
+
+    def __init__(self, number: int, sockets: List[socket.socket]) -> None:
+        self.number = number
+        self._sockets = sockets
+
+    @classmethod
+    def hold(cls, number: int) -> Optional[Port]:
+        """Hold port `number` on all addresses, or None when it is in use."""
+        sockets: List[socket.socket] = []
+        try:
+            for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104
+                try:
+                    held = socket.socket(family, socket.SOCK_STREAM)
+                except OSError as error:
+                    if family == socket.AF_INET6 and error.errno == errno.EAFNOSUPPORT:
+                        continue
+                    raise
+                sockets.append(held)
+                if family == socket.AF_INET6:
+                    held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                try:
+                    held.bind((address, number))
+                except OSError as error:
+                    if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
+                        sockets.pop().close()  # IPv6 is switched off on this host
+                        continue
+                    raise
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
+            for held in sockets:
+                held.close()
+            return None
+        return cls(number, sockets)
+
+    def release(self) -> None:
+        for held in self._sockets:
+            held.close()
+
+
+def hold_ports(names: Sequence[str], ports: Sequence[int], salt: str) -> Dict[str, Port]:
+    """Hold one port for each name out of `ports` (first, last). All or none.
+
+    Trainings begin their search at different places, so that two of them rarely try the same port.
+    """
+    first, last = ports[0], ports[-1]
+    count = last - first + 1
+    held: Dict[str, Port] = {}
+    offset = zlib.crc32(salt.encode()) % count
+    for i in range(count):
+        if len(held) == len(names):
+            break
+        port = Port.hold(first + (offset + i) % count)
+        if port is not None:
+            held[names[len(held)]] = port
+    if len(held) < len(names):
+        for port in held.values():
+            port.release()
+        raise RefusedError(
+            "busy", f"only {len(held)} of {len(names)} ports are free in {first}-{last}", transient=True
+        )
+    return held
+
+
+# --- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi reports it; `index` in PCI bus order, the order CUDA_DEVICE_ORDER=PCI_BUS_ID uses."""
+
+    index: int
+    bus: str
+    used_mib: int
+
+
+def list_gpus(timeout: float = 20.0) -> List[Gpu]:
+    """Ask `nvidia-smi`. No GPU driver means no GPUs; a driver that does not answer is an error."""
+    query = ["nvidia-smi", "--query-gpu=pci.bus_id,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout, check=False)
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired:
+        raise RefusedError("gpu", f"nvidia-smi did not answer within {timeout:.0f} s", transient=True) from None
+    if answer.returncode != 0:
+        message = (answer.stderr or answer.stdout).strip().splitlines()
+        raise RefusedError("gpu", f"nvidia-smi: {message[0][:200] if message else answer.returncode}")
+    rows = []
+    for line in answer.stdout.splitlines():
+        bus, _, used = line.partition(",")
+        with contextlib.suppress(ValueError):
+            rows.append((bus.strip().lower(), int(used)))
+    return [Gpu(index, bus, used) for index, (bus, used) in enumerate(sorted(rows))]
+
+
+class GpuLock:
+    """A GPU held against other trainings of this user."""
+
+    def __init__(self, gpu: Gpu, fd: int) -> None:
+        self.gpu = gpu
+        self._fd = fd
+
+    @classmethod
+    def hold(cls, gpu: Gpu) -> Optional[GpuLock]:
+        name = "".join(c if c.isalnum() else "-" for c in gpu.bus)
+        fd = os.open(os.path.join(ensure_run_dir(), f"gpu-{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return cls(gpu, fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def hold_gpus(wanted: Dict[str, int]) -> Tuple[Dict[str, List[int]], List[GpuLock]]:
+    """Hold as many GPUs for each name as it wants. All or none; RefusedError(`busy`) when too few are free."""
+    total = sum(wanted.values())
+    if total == 0:
+        return {}, []
+    gpus = list_gpus()
+    if len(gpus) < total:
+        raise RefusedError("gpu", f"{total} GPUs are needed, the host has {len(gpus)}")
+    held: List[GpuLock] = []
+    for gpu in gpus:
+        if len(held) < total and gpu.used_mib < MAX_USED_MIB:
+            lock = GpuLock.hold(gpu)
+            if lock is not None:
+                held.append(lock)
+    if len(held) < total:
+        for lock in held:
+            lock.release()
+        raise RefusedError(
+            "busy", f"{total} GPUs are needed, {len(held)} of {len(gpus)} are free right now", transient=True
+        )
+    free = [lock.gpu.index for lock in held]
+    chosen = {}
+    for name, count in wanted.items():
+        chosen[name], free = free[:count], free[count:]
+    return chosen, held
+
+
+# --- the checkpoint directory -----------------------------------------------------------------------------------------
+
+
+def read_owner(directory: str) -> Optional[Owner]:
+    try:
+        with open(os.path.join(directory, OWNER_FILE), encoding="utf-8") as file:
+            return Owner.loads(file.read(65536))
+    except (OSError, ProtocolError, UnicodeDecodeError):
+        return None
+
+
+def write_owner(directory: str, owner: Owner) -> None:
+    write_file(os.path.join(directory, OWNER_FILE), owner.dumps() + "\n")
+
+
+def own_checkpoint_dir(directory: str, paths: Paths, *, is_fixed: bool) -> str:
+    """Claim the directory that the training's checkpoints go to; returns the one to use.
+
+    An unfinished training's directory is taken up again by the next incarnation of the same key. A finished one
+    stays as it is: the next training of the key writes to `<directory>-2`, `-3`, … (a fixed directory is for
+    scripts that manage it themselves and is reused). Raises RefusedError(`checkpoint_owned`) while a living
+    training writes there.
+    """
+    number = 1
+    while True:
+        candidate = directory if number == 1 else f"{directory}-{number}"
+        os.makedirs(candidate, mode=0o700, exist_ok=True)
+        owner = read_owner(candidate)
+        if owner is not None and owner.training != str(paths.training):
+            if is_held(owner.lock):
+                raise RefusedError(
+                    "checkpoint_owned", f"{candidate} is being written by training {owner.training}", transient=True
+                )
+            if owner.finished and not is_fixed:
+                number += 1
+                continue
+        write_owner(candidate, Owner(str(paths.training), paths.host, paths.lock))
+        return candidate
+
+
+def finish_checkpoint_dir(directory: str) -> None:
+    """Note that the training which owns the directory has ended well."""
+    owner = read_owner(directory)
+    if owner is not None:
+        write_owner(directory, replace(owner, finished=True))
