@@ -1,23 +1,22 @@
 """Reads YAML into frozen dataclasses: every fault at once, each with its path in the file.
 
-The dataclasses' annotations are the schema: plain types, `Literal`,
-`X | None`, `tuple[X, ...]`, `Mapping[str, X]`, other dataclasses, `Any` (whatever JSON holds), and `Annotated`
-with the checks and conversions below.
+The dataclasses' annotations are the schema: plain types, `Literal`, `X | None`, `tuple[X, ...]`,
+`Mapping[str, X]`, other dataclasses, `Any` (whatever JSON holds), and `Annotated` with the checks and
+conversions below.
 
     reader = Reader()
     timeouts = reader.read(Timeouts, {"ready_secs": 0}, "timeouts")
     reader.faults       # ["timeouts.ready_secs: must be > 0, is 0"]
 
-A value that could not be read is `UNKNOWN` in what `read` returns, so that checks over several fields can go on with
-the rest. Strings with a Jinja template in them are `Template` when templates are allowed; a value that Airflow has
-rendered comes as `Rendered` and is converted to what its field needs.
+A value that could not be read is `UNKNOWN` in what `read` returns, so that checks over several fields can go
+on with the rest. Text with a Jinja template in it is `Template` when templates are allowed; a value that
+Airflow has rendered comes as `Rendered` and is converted to what its field needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import re
 import types
@@ -26,30 +25,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+from airflow_tfps.templates import Rendered, Template, is_template
 from airflow_tfps.yaml_text import plain_scalar
 
 T = TypeVar("T")
 
 MAX_DEPTH = 16
 MAX_VALUES = 10_000
-"""Of free-form values: what fits a command line and an XCom. YAML's aliases can blow up, or hold themselves."""
+"""Of free-form values: what fits an XCom. YAML's aliases can blow up, or hold themselves."""
 
 _IS_YAML = "is_yaml"
 NOT_IN_YAML: Mapping[str, bool] = {_IS_YAML: False}
 """Metadata of a dataclass field that is no key of the file."""
-
-
-class Template(str):
-    """Text that Airflow has yet to render; stands where any scalar may stand."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """What Airflow made of a template: text, or any value if it renders to native objects."""
-
-    value: Any
 
 
 class _Unknown:
@@ -66,46 +53,13 @@ def is_known(value: object) -> bool:
     return value is not UNKNOWN and not isinstance(value, Template)
 
 
-def is_template(value: object) -> bool:
-    return isinstance(value, str) and ("{{" in value or "{%" in value)
-
-
-def mark_rendered(template: object, rendered: object) -> Any:
-    """`rendered` with each leaf that comes from a template of `template` wrapped as `Rendered`.
-
-    Text without a template is taken from `template`: Jinja drops a final newline and comments even there.
-    """
-    if is_template(template):
-        return Rendered(rendered)
-    if isinstance(template, Mapping) and isinstance(rendered, Mapping):
-        return {key: mark_rendered(template.get(key), value) for key, value in rendered.items()}
-    if (
-        isinstance(template, (list, tuple))
-        and isinstance(rendered, (list, tuple))
-        and len(template) == len(rendered)
-    ):
-        return [mark_rendered(one, other) for one, other in zip(template, rendered, strict=True)]
-    return template if isinstance(template, str) else rendered
-
-
-def map_templates(data: object, render: Callable[[str], object]) -> Any:
-    """`data` with each template replaced by its `Rendered` value; `render` sees templates only."""
-    if isinstance(data, str):
-        return Rendered(render(str(data))) if is_template(data) else data
-    if isinstance(data, Mapping):
-        return {key: map_templates(value, render) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [map_templates(value, render) for value in data]
-    return data
-
-
 def nearest(name: object, known: Iterable[str]) -> str:
     """`; did you mean x?`, or nothing if none of `known` is near."""
     close = difflib.get_close_matches(str(name)[:80], list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-# --- constraints, written into annotations ------------------------------------------------------------------------
+# --- constraints, written into annotations ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,9 +108,10 @@ class NotEmpty:
 
 @dataclass(frozen=True)
 class Convert:
-    """Another way to write a value: `function` turns it into the field's type, or raises ValueError with a message.
+    """Another way to write a value: `function` turns it into the field's type, or raises ValueError.
 
-    What it does not know it returns as it is. Templates pass by unless it `sees_templates`.
+    The error's message becomes the fault. What it does not know it returns as it is. Templates pass by unless
+    it `sees_templates`.
     """
 
     function: Callable[[Any], Any]
@@ -171,11 +126,17 @@ def text_of_number(value: object) -> object:
     return str(value) if isinstance(value, (int, float)) else value
 
 
+NAME = Matches(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}",
+    "letters, digits, '.', '_' and '-', at most 63, the first a letter or digit",
+)
+"""Names of jobs and hosts: they become part of file names and log lines."""
+
 TextOrNumber = Annotated[str, Convert(text_of_number)]
 Seconds = Annotated[float, Above(0)]
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 class Reader:
@@ -193,7 +154,7 @@ class Reader:
         return UNKNOWN
 
     def read(self, kind: type[T], data: object, path: str = "") -> T:
-        """`data` as dataclass `kind`, with UNKNOWN where it has faults; UNKNOWN itself if it is no mapping."""
+        """`data` as dataclass `kind`, with UNKNOWN where it has faults; UNKNOWN itself if not a mapping."""
         if isinstance(data, Rendered) and isinstance(data.value, Mapping):
             data = data.value
         short = getattr(kind, "SHORT", None)
@@ -308,7 +269,11 @@ class Reader:
             return self.fault(path, f"is nested more than {MAX_DEPTH} deep")
         self._values_left -= 1
         if self._values_left < 0:
-            return self.fault(path, f"holds more than {MAX_VALUES} values") if self._values_left == -1 else UNKNOWN
+            return (
+                self.fault(path, f"holds more than {MAX_VALUES} values")
+                if self._values_left == -1
+                else UNKNOWN
+            )
         if data is None or isinstance(data, bool):
             return data
         if isinstance(data, int):
@@ -326,7 +291,9 @@ class Reader:
             items = {key: self._json(value, join(path, key), depth + 1) for key, value in data.items()}
             return _sound({key: items[key] for key in data if names[key] is not UNKNOWN})
         kind = type(data).__name__
-        return self.fault(path, f"must be what JSON can hold, is a {kind}; put it into quotes to make it text")
+        return self.fault(
+            path, f"must be what JSON can hold, is a {kind}; put it into quotes to make it text"
+        )
 
 
 def _sound(items: Any) -> Any:
@@ -369,7 +336,7 @@ def _as_kind(value: object, kind: Any) -> object:
     return value.strip() if typing.get_origin(kind) is Literal and isinstance(value, str) else value
 
 
-# --- the dataclasses as a schema ------------------------------------------------------------------------------------
+# --- the dataclasses as a schema ----------------------------------------------------------------------------
 
 
 def yaml_fields(kind: type) -> list[dataclasses.Field[Any]]:
@@ -377,7 +344,6 @@ def yaml_fields(kind: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.metadata.get(_IS_YAML, True)]
 
 
-@functools.cache
 def hints_of(kind: type) -> dict[str, Any]:
     """The annotations of a dataclass, evaluated."""
     return typing.get_type_hints(kind, include_extras=True)
@@ -391,7 +357,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def to_plain(value: object) -> Any:
-    """What `Reader` would read as `value` again: mappings, lists and scalars, defaults left out, short forms used."""
+    """What `Reader` would read as `value` again: defaults left out, short forms used."""
     if isinstance(value, Template):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -426,7 +392,13 @@ def describe(kind: Any) -> str:
         return f"a list of {_plural(describe(arguments[0]))}"
     if dataclasses.is_dataclass(options[0]) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return "a mapping"
-    words = {str: "text", int: "an integer", float: "a number", bool: "true or false", Any: "anything JSON can hold"}
+    words = {
+        str: "text",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        Any: "anything JSON can hold",
+    }
     return words[options[0]]
 
 

@@ -1,14 +1,14 @@
 """A job: a program and how to run it.
 
-The dataclasses are the schema of a job file; the table of keys in `docs/keys.md` is made from their docstrings.
+The dataclasses are the schema of a job file; the tables in `docs/keys.md` are made from their docstrings.
 Rules over several keys are in `job_rules`. Imports no Airflow; reading a file is the only I/O.
 
     job = JobSpec.load("jobs/ctr.yaml", base_dir=dag_folder, templated=True)    # while a DAG file is parsed
-    job = JobSpec.from_dict(rendered, template=job.to_dict(), base_dir=job.base_dir)  # Airflow rendered the leaves
+    job = JobSpec.from_dict(rendered, template=job.to_dict(), base_dir=job.base_dir)    # in a task
     job = job.override(hparams={"learning_rate": 0.1}, steps=20_000)
 
-Each constructor raises SpecError with every fault. A job read with `templated=True` may hold `Template`, text with a
-Jinja template, in place of any scalar; it can be looked at and written out again, but not planned.
+Each constructor raises SpecError with every fault. A job read with `templated=True` may hold `Template`, text
+with a Jinja template, in place of any scalar; it can be looked at and written out again, but not planned.
 """
 
 from __future__ import annotations
@@ -20,38 +20,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from tfps_runtime.protocol import ROLE_NAME, slug
+
 from airflow_tfps.errors import SpecError
 from airflow_tfps.fields import (
+    NAME,
     NOT_IN_YAML,
-    Above,
     Convert,
     Matches,
     NotEmpty,
     Range,
     Reader,
-    Rendered,
     Seconds,
-    Template,
     TextOrNumber,
     is_known,
-    map_templates,
-    mark_rendered,
     show,
     to_plain,
 )
-from airflow_tfps.job_rules import job_faults, placeholder_faults
+from airflow_tfps.job_rules import job_faults, placeholder_faults, placeholder_hints
+from airflow_tfps.templates import Rendered, Template, is_template, map_templates, mark_rendered
 from airflow_tfps.yaml_text import YamlError, parse_yaml
-from tfps_runtime.protocol import ROLE_NAME, slug
-
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
-"""Of jobs and hosts: they become part of file names and log lines."""
-NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63, the first a letter or digit"
 
 _IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
 _HOST_PATH = Matches(r"(/|~/).*|~", "an absolute path on the host, or begin with ~/")
-_SOURCE = Matches(r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint")
+_SOURCE = Matches(
+    r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint"
+)
 
-HostName = Annotated[str, Matches(NAME, NAME_WORDS)]
+HostName = Annotated[str, NAME]
 RoleName = Annotated[
     str, Matches(ROLE_NAME.pattern, "a TensorFlow job name in lower case: letters, digits, '_', at most 32")
 ]
@@ -99,7 +95,7 @@ class SecretRef:
 
 
 def _secret(value: object) -> object:
-    if not isinstance(value, str) or "{{" in value or "{%" in value:
+    if not isinstance(value, str) or is_template(value):
         raise ValueError("must be conn:ID#password or var:NAME as plain text; secrets are never templated")
     SecretRef.parse(value)
     return value
@@ -128,7 +124,7 @@ class CheckpointSpec:
     """Where the chief saves, and how."""
 
     base_dir: Annotated[str, _HOST_PATH] | None = None
-    """Directory on the chief's host below which each training gets one of its own; default `<workdir>/checkpoints`."""
+    """Directory on the chief's host; each training gets its own below. Default: `<workdir>/checkpoints`."""
     dir: Annotated[str, _HOST_PATH] | None = None
     """The very directory, for a script that goes on in its own logdir; instead of `base_dir`."""
     save_checkpoint_secs: Seconds = 60.0
@@ -140,7 +136,7 @@ class CheckpointSpec:
     sharded: bool = False
     """Each ps writes its own part. Needs one host or `shared: true` (harness programs)."""
     shared: bool = False
-    """Every host sees the directory at the same path; otherwise the chief stays on the host where it began."""
+    """Every host sees the directory at the same path. Otherwise the chief stays where it began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,22 +161,22 @@ class Timeouts:
 class JobSpec:
     """A job. Exactly one of `program`, `script` and `command` is set."""
 
-    name: Annotated[str, Matches(NAME, NAME_WORDS)] = ""
+    name: Annotated[str, NAME] = ""
     """What assets and people call the job; default: the program's file name without its ending."""
     program: Annotated[str, Matches(r".+\.py", "a Python file (.py)")] | None = None
     """Python file with `model_fn` and `input_fn`, for the training harness. Relative to the job file."""
     script: Annotated[str, NotEmpty()] | None = None
-    """Python file with a training loop of its own, run as `__main__` with `args`. Relative to the job file."""
+    """Python file with its own training loop, run as `__main__` with `args`. Relative to the job file."""
     command: Annotated[tuple[TextOrNumber, ...], NotEmpty()] | None = None
     """Any program on the hosts, as a list of arguments; always started afresh, never forked."""
     args: tuple[TextOrNumber, ...] = ()
     """Arguments of `script` or `command`; placeholders are replaced."""
     hparams: Mapping[str, Any] = field(default_factory=dict)
     """Reaches `model_fn` and `input_fn` as `params`. Airflow's own `params` is another thing."""
-    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = field(
-        default_factory=dict
+    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = (
+        field(default_factory=dict)
     )
-    """Name to data: `host:/path` is there on every host; a path or URL is uploaded. Relative to the job file."""
+    """Name to data: `host:/path` is on the hosts; a URL or a path, relative to the job file, is uploaded."""
     mode: Literal["async", "sync"] = "async"
     """Whether each worker's gradients are applied as they come, or a step waits for all of them."""
     replication: Literal["between_graph", "in_graph"] = "between_graph"
@@ -188,18 +184,21 @@ class JobSpec:
     replicas_to_aggregate: Annotated[int, Range(1)] | None = None
     """Gradients that a sync step waits for; fewer than workers makes the rest backups. Default: all."""
     steps: Annotated[int | str, Convert(_steps)] | None = None
-    """Global step at which this training ends; `"+N"`, with a fixed `checkpoint.dir`: N more than it holds."""
+    """Global step at which this training ends; `+N`, with a fixed `checkpoint.dir`: N more than it holds."""
     roles: Annotated[Mapping[RoleName, RoleSpec], NotEmpty()]
-    """Role to its TF tasks: `ps`, `chief`, `worker`, `evaluator`, or any names for a script or in-graph program."""
+    """`ps`, `chief`, `worker`, `evaluator` (a script or in-graph program: any names) to their TF tasks."""
     session: Mapping[str, Any] = field(default_factory=dict)
     """Fields of TensorFlow's `ConfigProto`, such as `gpu_options: {allow_growth: true}`."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """Where the chief saves, and how."""
     start_from: Annotated[str, _SOURCE] = "none"
-    """Initial weights at global step 0: `none`, `previous` (this job's last training) or a checkpoint's path."""
+    """Initial weights, at step 0: `none`, `previous` (the job's last training) or a checkpoint's path."""
     launch: Literal["warm", "spawn"] = "warm"
     """Whether TF tasks are forked from a process that has imported TensorFlow, or started afresh."""
-    preload: tuple[Annotated[str, Matches(r"[A-Za-z_][\w.]*", "a module's name")], ...] = ("tensorflow", "numpy")
+    preload: tuple[Annotated[str, Matches(r"[A-Za-z_][\w.]*", "a module's name")], ...] = (
+        "tensorflow",
+        "numpy",
+    )
     """Modules that this process imports once per host; nothing for a `command`."""
     compat: Literal["tf1"] | None = None
     """`tf1`: `import tensorflow as tf` means `tensorflow.compat.v1` for this script."""
@@ -209,7 +208,9 @@ class JobSpec:
     """How long to wait for what, in seconds."""
     env: Mapping[Variable, TextOrNumber] = field(default_factory=dict)
     """Environment of all TF tasks. It is public: secrets go into `secrets`."""
-    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(default_factory=dict)
+    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(
+        default_factory=dict
+    )
     """Environment variable to `conn:ID#password`, `conn:ID#login`, `conn:ID#extra.KEY` or `var:NAME`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """Of `random`, NumPy and TensorFlow; every TF task adds its own number."""
@@ -222,7 +223,11 @@ class JobSpec:
 
     @classmethod
     def load(
-        cls, job: str | Path | Mapping[str, Any] | JobSpec, *, base_dir: Path | None = None, templated: bool = False
+        cls,
+        job: str | Path | Mapping[str, Any] | JobSpec,
+        *,
+        base_dir: Path | None = None,
+        templated: bool = False,
     ) -> Self:
         """A job from whatever a DAG author passes: a file relative to `base_dir`, a mapping, or a JobSpec.
 
@@ -281,20 +286,15 @@ class JobSpec:
         if reader.faults:
             raise SpecError(what, reader.faults)
         job = dataclasses.replace(job, base_dir=base_dir)
-        derived = {} if "name" in reader.given else {"name": job._default_name()}
+        derived = {} if "name" in reader.given else {"name": _default_name(job)}
         if job.command is not None:
             derived["preload"] = ()  # type: ignore[assignment]
         return dataclasses.replace(job, **derived)  # type: ignore[arg-type]
 
-    def _default_name(self) -> str:
-        """The program's stem; nothing as long as that is a template."""
-        path = self.program or self.script or (self.command[0] if self.command else "")
-        return "" if isinstance(path, Template) else slug(Path(path).stem).lstrip("._-") or "job"
-
     def to_dict(self) -> dict[str, Any]:
-        """The job as `from_dict` reads it, without what is default: plain JSON, no secrets, templates as text."""
+        """The job as `from_dict` reads it, without what is default: plain JSON, templates as text."""
         data: dict[str, Any] = to_plain(self)
-        if self.name == self._default_name():
+        if self.name == _default_name(self):
             data.pop("name", None)
         if self.command is not None and not self.preload:
             data.pop("preload", None)
@@ -326,7 +326,7 @@ class JobSpec:
         """This job with some values replaced, checked again. None leaves a value as it is.
 
         `hparams` and `inputs` are merged name by name. Values that Airflow rendered come through
-        `fields.mark_rendered`, else text stays text. Raises SpecError with every fault.
+        `templates.mark_rendered`, else text stays text. Raises SpecError with every fault.
         """
         data = self.to_dict()
         for key, more in (("hparams", hparams), ("inputs", inputs)):
@@ -335,6 +335,7 @@ class JobSpec:
         for key, value in (("steps", steps), ("mode", mode)):
             if value is not None:
                 data[key] = value
+        templated = templated or self.is_templated
         return self._read(data, what=f"job {self.name}".rstrip(), base_dir=self.base_dir, templated=templated)
 
     # --- what it needs on this machine ---
@@ -359,11 +360,15 @@ class JobSpec:
             if path is not None and not self.local_path(path).is_file():
                 faults.append(f"{key}: there is no file {self.local_path(path)} on this machine")
         faults.extend(
-            f"inputs.{name}: there is no file {path} on this machine; for a path on the hosts write host:{path}"
+            f"inputs.{name}: no file {path} on this machine; a path on the hosts is written host:{path}"
             for name, path in self.local_inputs.items()
             if not path.exists()
         )
         return tuple(faults)
+
+    def hints(self) -> tuple[str, ...]:
+        """What is allowed and looks like a mistake, for `plan` and `preflight` to show."""
+        return tuple(placeholder_hints(self))
 
     def check_runnable(self) -> None:
         """Check what only matters once it runs: files on this machine, placeholders that nothing fills.
@@ -375,6 +380,12 @@ class JobSpec:
             faults.append("some values are still templates")
         if faults:
             raise SpecError(f"job {self.name}", faults)
+
+
+def _default_name(job: JobSpec) -> str:
+    """The program's stem; nothing as long as that is a template."""
+    path = job.program or job.script or (job.command[0] if job.command else "")
+    return "" if isinstance(path, Template) else slug(Path(path).stem).lstrip("._-") or "job"
 
 
 def _has_template(value: object) -> bool:

@@ -9,11 +9,12 @@ Imports PyYAML only. A key that is written twice is refused, and `1e-3` is a num
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,9 +55,9 @@ def parse_yaml(text: str, *, as_text: Iterable[str] = ()) -> Any:
                 for key, value in node.value:
                     if key.value in as_text and isinstance(value, yaml.ScalarNode) and value.value[:1] == "+":
                         value.tag = _STR
-            return loader.construct_document(node)  # type: ignore[no-untyped-call]
+            return loader.construct_document(node)
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -86,10 +87,12 @@ def _refuse_doubles(node: yaml.Node, seen: set[int]) -> None:
 
 
 def plain_scalar(text: str) -> Any:
-    """What `text` means where YAML has a plain scalar: a number, a boolean, null (also Python's `None`), or text.
+    """What `text` means where YAML has a plain scalar: a number, true or false, null, or text.
 
-    A list or mapping in brackets is read too, since that is how Jinja prints one. No other YAML syntax counts: a
-    rendered `# 3` or `key: value` is text.
+    Python's `None` is null: that is how Jinja prints it.
+
+    A list or mapping in brackets is read too, since that is how Jinja prints one. No other YAML syntax
+    counts: a rendered `# 3` or `key: value` is text.
     """
     stripped = text.strip()
     if stripped == "None":
@@ -101,11 +104,11 @@ def plain_scalar(text: str) -> Any:
             return text
     loader = _Loader("")
     try:
-        tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
+        tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))  # type: ignore[no-untyped-call]
         if not stripped or tag not in _PLAIN_TAGS:
             return text
-        return loader.construct_object(yaml.ScalarNode(tag, stripped))  # type: ignore[no-untyped-call]
+        return loader.construct_object(yaml.ScalarNode(tag, stripped))
     except ValueError:  # YAML's int pattern lets `0b` and the like through
         return text
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()

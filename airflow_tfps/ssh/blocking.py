@@ -3,52 +3,164 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-import paramiko
-from paramiko.common import MSG_CHANNEL_REQUEST
-
-from airflow_tfps.errors import AuthenticationError, HostUnreachableError, SpecError
 from airflow_tfps.ssh import Completed
-from airflow_tfps.ssh.dial import Line, dial
+from airflow_tfps.ssh.handshake import FAILURES, Connection, open_connection
 from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings
-from airflow_tfps.ssh.wire import (
-    CHUNK,
-    STDERR_BYTES,
-    DroppedError,
-    Lines,
-    lost,
-    no_answer,
-    quote,
-    signal_number,
-    unread,
-)
+from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, lost, no_answer, quote, signal_number, unread
 
 if TYPE_CHECKING:
-    from airflow_tfps.ssh import Stream
+    from collections.abc import Callable, Iterator, Sequence
 
-_FAILURES = (paramiko.SSHException, OSError, EOFError)
+    import paramiko
 
-# Every failure is raised to us; paramiko would log it too, as an error with its traceback, even where a second try
-# succeeds. A channel of our own leaves the loggers of other users of paramiko alone.
-_LOG_CHANNEL = f"{__name__}.paramiko"
-logging.getLogger(_LOG_CHANNEL).setLevel(logging.CRITICAL)
+    from airflow_tfps.ssh.dial import Line
 
 
 def connect(settings: Settings) -> SshTransport:
-    """Connect, verify the host's key, authenticate. One try."""
-    line = dial(settings)
-    try:
-        connection = _Connection(line.sock, disabled_algorithms=settings.disabled_algorithms)
-        connection.set_log_channel(_LOG_CHANNEL)
+    """Connect, verify the host's key, authenticate; one try."""
+    connection, line = open_connection(settings)
+    return SshTransport(settings.host, connection, line)
+
+
+class SshTransport:
+    """`airflow_tfps.ssh.Transport` over paramiko."""
+
+    def __init__(self, host: str, connection: Connection, line: Line) -> None:
+        self._host = host
+        self._connection = connection
+        self._line = line
+
+    def run(self, argv: Sequence[str], stdin: bytes = b"", *, timeout: float | None = None) -> Completed:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        stdout, stderr = bytearray(), bytearray()
+        channel = self._open(argv)
         try:
-            _handshake(connection, settings)
-        except BaseException:
-            connection.close()
-            raise
-    except _FAILURES as error:
-        ...
+            # All three at once: a command may write before it has read everything, and to either output.
+            for thread in (
+                _start(_write, channel, stdin, True),
+                _start(_read, channel.recv, stdout.extend),
+                _start(_read, channel.recv_stderr, stderr.extend),
+            ):
+                thread.join(_left(deadline))
+                if thread.is_alive():
+                    raise no_answer(self._host, argv, timeout)
+            if not channel.status_event.wait(_left(deadline)):
+                raise no_answer(self._host, argv, timeout)
+            returncode = _returncode(channel, self._host, argv)
+        finally:
+            _close(channel)
+        return Completed(returncode=returncode, stdout=bytes(stdout), stderr=bytes(stderr))
+
+    @contextlib.contextmanager
+    def stream(self, argv: Sequence[str], stdin: bytes = b"") -> Iterator[SshStream]:
+        with contextlib.closing(SshStream(self._host, argv, self._open(argv), stdin)) as stream:
+            yield stream
+
+    def close(self) -> None:
+        self._connection.close()
+        self._line.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open(self, argv: Sequence[str]) -> paramiko.Channel:
+        command = quote(argv).encode("utf-8", "surrogateescape")
+        channel = None
+        try:
+            channel = self._connection.open_session(timeout=HANDSHAKE_SECS)
+            channel.exec_command(command)
+        except FAILURES as error:
+            if channel is not None:
+                _close(channel)
+            raise lost(self._host, argv, error) from error
+        return channel
+
+
+class SshStream:
+    """`airflow_tfps.ssh.Stream` over a paramiko channel."""
+
+    def __init__(self, host: str, argv: Sequence[str], channel: paramiko.Channel, stdin: bytes) -> None:
+        self._host = host
+        self._argv = argv
+        self._channel = channel
+        self.returncode: int | None = None
+        self.stderr = b""
+        self._complaints = _start(_read, channel.recv_stderr, self._keep)
+        self._first = _start(_write, channel, stdin, False)
+
+    def __iter__(self) -> Iterator[str]:
+        lines = Lines(self._host)
+        while data := _receive(self._channel.recv):
+            yield from lines.feed(data)
+        yield from lines.feed(b"")
+        self._complaints.join()
+        self._channel.status_event.wait()
+        self.returncode = _returncode(self._channel, self._host, self._argv)
+
+    def send(self, line: str) -> None:
+        self._first.join()
+        try:
+            self._channel.sendall(f"{line}\n".encode())
+        except FAILURES as error:
+            raise unread(self._host, self._argv) from error
+
+    def close(self) -> None:
+        _close(self._channel)
+
+    def _keep(self, data: bytes) -> None:
+        self.stderr = (self.stderr + data)[-STDERR_BYTES:]
+
+
+def _returncode(channel: paramiko.Channel, host: str, argv: Sequence[str]) -> int:
+    connection = channel.get_transport()
+    killed_by = (
+        connection.exit_signals.pop(channel.chanid, None) if isinstance(connection, Connection) else None
+    )
+    if killed_by is not None:
+        return -signal_number(killed_by)
+    if channel.exit_status == -1:  # the channel was closed and nobody said how the command had ended
+        raise lost(host, argv)
+    return channel.exit_status
+
+
+def _start(work: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, name="ssh-pipe", daemon=True)
+    thread.start()
+    return thread
+
+
+def _write(channel: paramiko.Channel, data: bytes, eof: bool) -> None:
+    view = memoryview(data)
+    with contextlib.suppress(*FAILURES):  # it ended without reading everything; its exit code tells the rest
+        for start in range(0, len(data), CHUNK):
+            channel.sendall(bytes(view[start : start + CHUNK]))
+        if eof:
+            channel.shutdown_write()
+
+
+def _read(receive: Callable[[int], bytes], keep: Callable[[bytes], None]) -> None:
+    while data := _receive(receive):
+        keep(data)
+
+
+def _receive(receive: Callable[[int], bytes]) -> bytes:
+    try:
+        return receive(CHUNK)
+    except FAILURES:  # whether the connection was lost shows in the missing exit code
+        return b""
+
+
+def _close(channel: paramiko.Channel) -> None:
+    with contextlib.suppress(*FAILURES):
+        channel.close()
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,7 +1,7 @@
 """The socket below an SSH connection: TCP, or a proxy command at the other end of a socket pair.
 
-Both backends are handed a connected socket, so time limits, proxies and the detection of dead links are the same.
-Imports the standard library only.
+Both backends are handed a connected socket, so time limits, proxies and the detection of dead links are the
+same. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Line:
         """Add to an error what the proxy command had to say: the reason is mostly there."""
         if self._complaints is None or self._complaints.closed:
             return str(error)
-        size = self._complaints.seek(0, os.SEEK_END)
-        self._complaints.seek(max(0, size - 500))
-        said = self._complaints.read().decode("utf-8", "replace").strip()
+        file = self._complaints.fileno()
+        # Not by seek: the offset is shared with the proxy, which writes at it.
+        said = os.pread(file, 500, max(0, os.fstat(file).st_size - 500)).decode("utf-8", "replace").strip()
         return f"{error}; its proxy command said: {said}" if said else f"{error} (through a proxy command)"
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Line:
 
 
 def dial(settings: Settings) -> Line:
-    """Connect. Blocks for up to `connect_secs`. Raises DroppedError when refused, else HostUnreachableError."""
+    """Connect; blocks for up to `connect_secs`. Raises HostUnreachableError, or DroppedError when refused."""
     if settings.proxy:
         return _spawn(settings)
     try:
@@ -102,7 +102,9 @@ async def dial_async(settings: Settings) -> Line:
 def _failed(settings: Settings, error: OSError) -> HostUnreachableError:
     where = f"{settings.address}:{settings.port}"
     if isinstance(error, ConnectionRefusedError):
-        return DroppedError(settings.host, f"{where} refuses connections: is sshd running there, on that port?")
+        return DroppedError(
+            settings.host, f"{where} refuses connections: is sshd running there, on that port?"
+        )
     if isinstance(error, TimeoutError):
         return HostUnreachableError(
             settings.host, f"{where} did not answer within {settings.connect_secs:g} s (extra conn_timeout)"
@@ -119,11 +121,9 @@ def _watched(sock: socket.socket, settings: Settings) -> Line:
 
     asyncssh counts the answers to its keepalives, paramiko sends them and does not look.
     """
-    from airflow_tfps.ssh.settings import KEEPALIVE_MISSES
-
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(AttributeError, OSError):  # Linux only
-        limit = settings.keepalive_secs * KEEPALIVE_MISSES * 1000
+        limit = settings.keepalive_secs * settings.keepalive_misses * 1000
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
     return Line(sock)
 
@@ -134,7 +134,11 @@ def _spawn(settings: Settings) -> Line:
     try:
         # A session of its own: a Ctrl-C or the end of a task's group must not cut the connection first.
         proxy = subprocess.Popen(
-            settings.proxy, stdin=theirs, stdout=theirs, stderr=complaints, start_new_session=True
+            settings.proxy,
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=complaints,
+            start_new_session=True,
         )
     except OSError as error:
         ours.close()

@@ -1,10 +1,11 @@
 """What an Airflow `ssh` connection says, read once for both backends, and the verdict on a host's key.
 
-The ssh provider's own SSHHook does the reading, so a connection that works for SSHOperator means the same here. Its
-`get_conn` is not used: there an entry in known_hosts beats the `host_key` extra, the error for an unknown key does not
-show the key, and a proxy command that dies is never noticed (paramiko.ProxyCommand spins at its end of file).
-Beyond the hook: the extras `host_proxy_cmd`, `known_hosts` and `keepalive_interval`, ProxyJump in ~/.ssh/config,
-`private_key_passphrase` for a `key_file` too, and all of known_hosts that OpenSSH understands but host certificates.
+The ssh provider's own SSHHook does the reading, so a connection that works for SSHOperator means the same
+here. Its `get_conn` is not used: there an entry in known_hosts beats the `host_key` extra, the error for an
+unknown key does not show the key, and a proxy command that dies is never noticed (paramiko.ProxyCommand spins
+at its end of file). Beyond the hook: the extras `host_proxy_cmd`, `known_hosts` and `keepalive_interval`,
+ProxyJump in ~/.ssh/config, `private_key_passphrase` for a `key_file` too, and all of known_hosts that OpenSSH
+understands but host certificates.
 
 Imports Airflow, paramiko and asyncssh, so it is imported only when a connection is made.
 """
@@ -12,14 +13,13 @@ Imports Airflow, paramiko and asyncssh, so it is imported only when a connection
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import asyncssh
 import paramiko
@@ -28,11 +28,15 @@ from airflow.providers.ssh.hooks.ssh import SSHHook
 from airflow.sdk import BaseHook, Connection
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 
-from airflow_tfps.errors import HostKeyError, SpecError
-from airflow_tfps.ssh import Endpoint
+from airflow_tfps.errors import AuthenticationError, HostKeyError, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from airflow_tfps.ssh import Endpoint
 
 CONNECT_SECS = 10.0
-"""For the TCP connection, unless the extra `conn_timeout` says otherwise (the hook documents 10 and has no limit)."""
+"""For the TCP connection, unless the extra `conn_timeout` says otherwise; what the hook documents."""
 
 HANDSHAKE_SECS = 30.0
 """For the banner and key exchange, and again for the authentication; the hook's `banner_timeout`."""
@@ -55,6 +59,17 @@ _UNSAFE = ("no_host_key_check", "ignore_hostkey_verification", "allow_host_key_c
 
 
 @dataclass(frozen=True, kw_only=True)
+class Key:
+    """A private key that can be read."""
+
+    text: str = field(repr=False)
+    pkey: paramiko.PKey = field(repr=False)
+    """The same, parsed."""
+    certificate: Path | None = None
+    """`<key file>-cert.pub`, where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to reach one host, with every default filled in."""
 
@@ -65,15 +80,9 @@ class Settings:
     port: int
     login: str
     password: str | None = field(default=None, repr=False)
-    private_key: str | None = field(default=None, repr=False)
-    """Text of a key, in any format that paramiko reads."""
-    pkey: paramiko.PKey | None = field(default=None, repr=False)
-    """The same, parsed."""
     passphrase: str | None = field(default=None, repr=False)
-    key_files: tuple[Path, ...] = ()
-    """Keys that were asked for: one that cannot be read is an error."""
-    default_keys: tuple[Path, ...] = ()
-    """`~/.ssh/id_*`, for `look_for_keys`: tried when readable."""
+    keys: tuple[Key, ...] = ()
+    """In the order in which they are offered, after the agent's."""
     trusted: tuple[str, ...] = ()
     """Host keys as `type base64`."""
     revoked: tuple[str, ...] = ()
@@ -84,6 +93,7 @@ class Settings:
     compress: bool = True
     connect_secs: float = CONNECT_SECS
     keepalive_secs: int = KEEPALIVE_SECS
+    keepalive_misses: int = KEEPALIVE_MISSES
     ciphers: tuple[str, ...] = ()
     disabled_algorithms: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -96,25 +106,36 @@ class Settings:
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
     def key_types(self) -> list[str]:
-        """Host key algorithms to offer: those of the trusted keys first, as OpenSSH does, else a host with several
-        keys would show one that is not known.
+        """Host key algorithms to ask for, those of the trusted keys first.
+
+        As OpenSSH does: a host with several keys would otherwise show one that is not known here.
         """
         known = {key.split()[0].replace("ssh-rsa", "rsa-sha2-512") for key in self.trusted}
         disabled = self.disabled_algorithms.get("keys", ())
         return sorted((k for k in _KEY_TYPES if k not in disabled), key=lambda k: k not in known)
 
+    def refused(self, tried: Sequence[str]) -> AuthenticationError:
+        """Say which keys (fingerprints) and whether a password were offered in vain."""
+        with_what = ", ".join(tried) or "nothing: there is neither a key nor a password"
+        return AuthenticationError(
+            self.host,
+            f"{self.address}:{self.port} does not let {self.login!r} in with {with_what}. Add the public key "
+            f"to ~{self.login}/.ssh/authorized_keys there, or correct login, key or password of connection "
+            f"{self.conn_id!r}",
+        )
+
     def verify(self, offered: str) -> None:
         """Accept the host's key, `type base64`, or raise HostKeyError that shows it and says what to do."""
         if offered in self.trusted and offered not in self.revoked:
             return
-        kind, shown = offered.split()[0], fingerprint(offered)
+        kind, shown = offered.split(maxsplit=1)[0], fingerprint(offered)
         if offered in self.revoked:
             raise HostKeyError(self.host, f"its host key {shown} is revoked in {self.trusted_from}")
         name = {"ssh-ed25519": "ed25519", "ssh-rsa": "rsa"}.get(kind, "ecdsa")
         advice = (
-            f"Compare with what `ssh-keygen -lf /etc/ssh/ssh_host_{name}_key.pub` prints on the host itself. If it "
-            f'is the same, trust it: set the extra "host_key" of connection {self.conn_id!r} to "{offered}", or add '
-            f"this line to ~/.ssh/known_hosts wherever Airflow runs tasks and triggers: "
+            f"Compare with what `ssh-keygen -lf /etc/ssh/ssh_host_{name}_key.pub` prints on the host itself. "
+            f'If it is the same, trust it: set the extra "host_key" of connection {self.conn_id!r} to '
+            f'"{offered}", or add this line to ~/.ssh/known_hosts wherever Airflow runs tasks and triggers: '
             f"{self.known_hosts_name} {offered}"
         )
         if not self.trusted:
@@ -122,13 +143,13 @@ class Settings:
         expected = ", ".join(fingerprint(key) for key in self.trusted)
         raise HostKeyError(
             self.host,
-            f"the host key of {self.where} has changed: it shows {shown}, but {self.trusted_from} has {expected}. "
-            f"The host was reinstalled, or somebody sits in between; nothing was sent. {advice}",
+            f"the host key of {self.where} has changed: it shows {shown}, but {self.trusted_from} has "
+            f"{expected}. The host was reinstalled, or somebody sits in between; nothing was sent. {advice}",
         )
 
 
 def fingerprint(key: str) -> str:
-    """Render `type base64` as `ssh-keygen -l` does: the type and SHA256 of the blob, base64 without padding."""
+    """Render a key, `type base64`, as `ssh-keygen -l` does: SHA256 of the blob, base64 without padding."""
     kind, blob = key.split()[:2]
     digest = base64.b64encode(hashlib.sha256(base64.b64decode(blob)).digest()).decode().rstrip("=")
     return f"{kind} SHA256:{digest}"
@@ -151,9 +172,9 @@ async def fetch_async(endpoint: Endpoint) -> Connection:
 
 
 def read(endpoint: Endpoint, connection: Connection) -> Settings:
-    """Read a connection, ~/.ssh/config and known_hosts. Blocks on files and, in a task, on the masking of secrets.
+    """Read a connection, ~/.ssh/config and known_hosts. Raises SpecError.
 
-    Raises SpecError naming every fault.
+    Blocks, on files and on the masking of secrets; a trigger calls it in a thread.
     """
     extra: dict[str, Any] = connection.extra_dejson
     faults = [
@@ -161,13 +182,13 @@ def read(endpoint: Endpoint, connection: Connection) -> Settings:
         for key in _UNSAFE
         if str(extra.get(key)).lower() == "true"
     ]
+    what = f"connection {endpoint.ssh_conn_id!r} (host {endpoint.host})"
+    if faults:
+        raise SpecError(what, faults)
     try:
-        if faults:
-            raise SpecError(f"connection {endpoint.ssh_conn_id!r} (host {endpoint.host})", faults)  # noqa: TRY301
-        hook = _Reader(connection)
-        return _settings(endpoint, hook, extra)
-    except (AirflowException, paramiko.SSHException, ValueError, OSError, binascii.Error) as error:
-        raise SpecError(f"connection {endpoint.ssh_conn_id!r} (host {endpoint.host})", [str(error)]) from error
+        return _settings(endpoint, _Reader(connection), extra)
+    except (AirflowException, paramiko.SSHException, ValueError, OSError) as error:
+        raise SpecError(what, [str(error)]) from error
 
 
 class _Reader(SSHHook):
@@ -183,16 +204,8 @@ class _Reader(SSHHook):
 
 def _settings(endpoint: Endpoint, hook: SSHHook, extra: Mapping[str, Any]) -> Settings:
     ssh = Path("~/.ssh").expanduser()
-    key_files = []
-    if hook.key_file:
-        path = Path(hook.key_file).expanduser()
-        if path.is_file():
-            key_files.append(path)
-        elif extra.get("key_file"):
-            raise ValueError(f"extra.key_file: {path} is not a file on this machine")
-        # else an IdentityFile of ~/.ssh/config, which OpenSSH skips as well
     address, port, login = str(hook.remote_host), int(hook.port or 22), str(hook.username)
-    passphrase = extra.get("private_key_passphrase") or extra.get("passphrase") or hook.password
+    passphrase = extra.get("private_key_passphrase") or extra.get("passphrase") or hook.password or None
     if hook.host_key is not None:
         trusted = [f"{hook.host_key.get_name()} {hook.host_key.get_base64()}"]
         revoked: list[str] = []
@@ -208,19 +221,12 @@ def _settings(endpoint: Endpoint, hook: SSHHook, extra: Mapping[str, Any]) -> Se
         port=port,
         login=login,
         password=hook.password.strip() if hook.password else None,  # as the hook does
-        private_key=extra.get("private_key") or None,
-        pkey=hook.pkey,
-        passphrase=passphrase or None,
-        key_files=tuple(key_files),
-        default_keys=tuple(
-            path
-            for path in (ssh / f"id_{kind}" for kind in ("rsa", "ecdsa", "ed25519"))
-            if hook.look_for_keys and path.is_file()
-        ),
+        passphrase=passphrase,
+        keys=tuple(_keys(hook, extra, ssh, passphrase)),
         trusted=tuple(trusted),
         revoked=tuple(revoked),
         trusted_from=trusted_from,
-        proxy=_proxy(extra.get("host_proxy_cmd"), hook.host_proxy_cmd, ssh / "config", address, port, login),
+        proxy=_proxy(hook, extra.get("host_proxy_cmd"), ssh / "config"),
         compress=hook.compress,
         connect_secs=float(hook.conn_timeout or CONNECT_SECS),
         keepalive_secs=int(extra.get("keepalive_interval") or KEEPALIVE_SECS),
@@ -229,20 +235,44 @@ def _settings(endpoint: Endpoint, hook: SSHHook, extra: Mapping[str, Any]) -> Se
     )
 
 
-def _proxy(
-    of_extra: str | None, of_config: str | None, config: Path, address: str, port: int, login: str
-) -> tuple[str, ...]:
+def _keys(hook: SSHHook, extra: Mapping[str, Any], ssh: Path, passphrase: str | None) -> Iterator[Key]:
+    if hook.pkey is not None:
+        yield Key(text=extra["private_key"], pkey=hook.pkey)
+    if extra.get("key_file"):
+        yield _key(hook, Path(extra["key_file"]).expanduser(), passphrase)
+    optional = [ssh / f"id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")] if hook.look_for_keys else []
+    if hook.key_file and not extra.get("key_file"):
+        optional.insert(0, Path(hook.key_file).expanduser())  # IdentityFile of ~/.ssh/config
+    for path in optional:
+        # Absent, or locked by another passphrase: OpenSSH goes on as well.
+        with contextlib.suppress(ValueError):
+            yield _key(hook, path, passphrase)
+
+
+def _key(hook: SSHHook, path: Path, passphrase: str | None) -> Key:
+    try:
+        text = path.read_text()
+        pkey = hook._pkey_from_private_key(text, passphrase)  # noqa: SLF001  paramiko itself has no such thing
+    except (AirflowException, OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{error} Is private_key_passphrase right?"
+        raise ValueError(f"extra.key_file: {path}: {reason}") from error
+    certificate = path.with_name(f"{path.name}-cert.pub")
+    return Key(text=text, pkey=pkey, certificate=certificate if certificate.is_file() else None)
+
+
+def _proxy(hook: SSHHook, of_extra: str | None, config: Path) -> tuple[str, ...]:
     """Command line of a proxy: the extra's, else ProxyCommand (which the hook has read), else ProxyJump."""
+    address, port = str(hook.remote_host), int(hook.port or 22)
     if of_extra:
-        values = {"%h": address, "%p": str(port), "%r": login, "%%": "%"}
+        values = {"%h": address, "%p": str(port), "%r": str(hook.username), "%%": "%"}
         return tuple(re.sub("%[hpr%]", lambda m: values[m[0]], word) for word in shlex.split(of_extra))
-    if of_config:
-        return tuple(shlex.split(of_config))
+    if hook.host_proxy_cmd:
+        return tuple(shlex.split(hook.host_proxy_cmd))
     jump = paramiko.SSHConfig.from_path(config).lookup(address).get("proxyjump") if config.is_file() else None
     if not jump or jump.lower() == "none":
         return ()
-    # What OpenSSH makes of ProxyJump: the last hop forwards our stream, and is itself reached through the others.
-    # BatchMode, since nobody is there to answer a question.
+    # What OpenSSH makes of ProxyJump: the last hop forwards our stream, and is itself reached through the
+    # others. BatchMode, since nobody is there to answer a question.
     *before, last = [hop.strip() for hop in jump.split(",")]
     via = ("-J", ",".join(before)) if before else ()
     last = last if last.startswith("ssh://") else f"ssh://{last}"
@@ -250,7 +280,7 @@ def _proxy(
 
 
 def _known(file: Path, address: str, port: int) -> tuple[list[str], list[str]]:
-    """Look a host up in a known_hosts file. Lines that cannot be understood are passed over, as OpenSSH does."""
+    """Look a host up in a known_hosts file, passing over lines that make no sense, as OpenSSH does."""
     known = asyncssh.import_known_hosts("")
     if file.is_file():
         for line in file.read_text(errors="replace").splitlines():
@@ -259,10 +289,11 @@ def _known(file: Path, address: str, port: int) -> tuple[list[str], list[str]]:
             except ValueError:
                 continue
     keys, _, revoked, *_ = asyncssh.match_known_hosts(known, address, "", None if port == 22 else port)
-    return [_text(key) for key in keys], [_text(key) for key in revoked]
+    return [public_text(key) for key in keys], [public_text(key) for key in revoked]
 
 
-def _text(key: asyncssh.SSHKey) -> str:
+def public_text(key: asyncssh.SSHKey) -> str:
+    """Write a public key as `type base64`."""
     return " ".join(key.export_public_key().decode().split()[:2])
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tfps_runtime.protocol import MAX_LINE
 
 from airflow_tfps.errors import CommandError, HostUnreachableError
-from tfps_runtime.protocol import MAX_LINE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CHUNK = 64 * 1024
 """Bytes read or written at a time."""
@@ -19,22 +23,27 @@ STDERR_BYTES = 64 * 1024
 """How much of a stream's standard error is kept."""
 
 MAX_COMMAND = 128 * 1024 - 1
-"""Bytes of one command line: Linux gives a single argument no more (MAX_ARG_STRLEN), and `sh -c` has just one."""
+"""Bytes of one command line: Linux gives a single argument no more (MAX_ARG_STRLEN), and `sh -c` has just
+one.
+"""
 
 UNNAMED_SIGNAL = 64
 """RFC 4254 names thirteen signals; sshd calls all others, SIGBUS among them, `SIG@openssh.com`."""
 
 
 class DroppedError(HostUnreachableError):
-    """Refused, or dropped during the handshake: sshd restarts, or has too many at once. A moment later it may work."""
+    """Refused, or dropped during the handshake: sshd restarts, or has too many at once. A moment later it may
+    work.
+    """
 
 
 def quote(argv: Sequence[str]) -> str:
     """One command line for a login shell that runs exactly `argv`, in place of the shell (`exec`).
 
-    Safe for POSIX shells, and for fish: there a backslash means something between single quotes, so it is moved out
-    into double quotes, where both agree. Bytes that are not text (surrogate escapes) pass. Raises ValueError for an
-    empty argv, for NUL, and for more than MAX_COMMAND bytes: large data belongs on standard input.
+    Safe for POSIX shells, and for fish: there a backslash means something between single quotes, so it is
+    moved out into double quotes, where both agree. Bytes that are not text (surrogate escapes) pass. Raises
+    ValueError for an empty argv, for NUL, and for more than MAX_COMMAND bytes: large data belongs on standard
+    input.
     """
     if not argv:
         raise ValueError("no command")
@@ -44,7 +53,9 @@ def quote(argv: Sequence[str]) -> str:
     line = "exec " + " ".join(words)
     size = len(line.encode("utf-8", "surrogateescape"))
     if size > MAX_COMMAND:
-        raise ValueError(f"a command line of {size} bytes; hosts take {MAX_COMMAND}: send data on standard input")
+        raise ValueError(
+            f"a command line of {size} bytes; hosts take {MAX_COMMAND}: send data on standard input"
+        )
     return line
 
 
@@ -65,7 +76,9 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the lines that `data` completes; no data means the end, and returns an unfinished last line."""
+        """Return the lines that `data` completes; no data means the end, and returns an unfinished last
+        line.
+        """
         *complete, self._rest = (self._rest + data).split(b"\n")
         if not data and self._rest:
             complete.append(self._rest)
@@ -94,5 +107,7 @@ def unread(host: str, argv: Sequence[str]) -> HostUnreachableError:
 
 
 def _short(argv: Sequence[str]) -> str:
-    """The program and its first argument: enough to recognize a command, too little to show what it was given."""
+    """The program and its first argument: enough to recognize a command, too little to show what it was
+    given.
+    """
     return repr(" ".join(argv[:2])[:60])

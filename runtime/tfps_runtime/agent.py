@@ -434,13 +434,16 @@ class Agent:
             raise ProtocolError("an object is needed")
         command = message.get("command")
         if command == "reserve":
-            self.happen(core.Renew(float(integer(int(message.get("lease_secs", 120))))))
+            self.happen(core.Renew(float(message.get("lease_secs", 120))))
             connection.say({**self.reservation.to_json(), "state": self.state.training.value})
         elif command == "start":
             self._start(StartRequest.from_json(message.get("request")), float(message.get("lease_secs", 120)))
             connection.say(self.status())
         elif command == "launch":
             self._launch(str(message.get("task")))
+            connection.say(self.status())
+        elif command == "renew":
+            self.happen(core.Renew(float(message["lease_secs"])))
             connection.say(self.status())
         elif command == "status":
             connection.say(self.status())

@@ -127,11 +127,11 @@ def latest_checkpoint(directory: str) -> Optional[Checkpoint]:
 
 
 def watch(
-    directory: str, *, after_step: int = -1, newer_than: float = 0.0, poll_secs: float = 0.2
+    directory: str, *, after_step: int = -1, newer_than: float = 0.0, newest: bool = False, poll_secs: float = 0.2
 ) -> Iterator[Optional[Checkpoint]]:
     """Complete checkpoints in order as they appear, each once; None after each look that found nothing. Endless.
 
-    `after_step`: only higher global steps. `newer_than`: only those whose index is younger (seconds since the epoch).
+    With `newest`, each look gives the newest only. `after_step`: only higher global steps. `newer_than`: only those whose index is younger (seconds since the epoch).
     """
     signature: Any = None
     while True:
@@ -140,7 +140,7 @@ def watch(
         if now != signature:
             signature = now
             fresh = [c for c in complete_checkpoints(directory) if c.global_step > after_step and c.time >= newer_than]
-        for checkpoint in fresh:
+        for checkpoint in fresh[-1:] if newest else fresh:
             after_step = max(after_step, checkpoint.global_step)
             yield checkpoint
         if not fresh:

@@ -158,7 +158,7 @@ def reserve(request: Dict[str, Any]) -> None:
     wanted = ReserveRequest.from_json(request)
     paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
     with contextlib.suppress(RefusedError):
-        say(ask(paths, {"command": "reserve", "lease_secs": int(wanted.lease_secs)}))
+        say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
         return
     env = dict(os.environ)
     location = runtime_location()
@@ -187,7 +187,7 @@ def reserve(request: Dict[str, Any]) -> None:
         if answer["code"] == "alive":  # another `reserve` of the same training was faster
             for _ in range(100):
                 with contextlib.suppress(RefusedError):
-                    say(ask(paths, {"command": "reserve", "lease_secs": int(wanted.lease_secs)}))
+                    say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
                     return
                 time.sleep(0.05)
         raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
@@ -207,6 +207,11 @@ def launch(request: Dict[str, Any]) -> None:
 def dump_stacks(request: Dict[str, Any]) -> None:
     """Ask every TF task of the training for its stacks; they appear in its log."""
     say(ask(paths_of(request), {"command": "dump"}))
+
+
+def renew(request: Dict[str, Any]) -> None:
+    """Let the training's lease run for `lease_secs` from now."""
+    say(ask(paths_of(request), {"command": "renew", **_only(request, "lease_secs")}))
 
 
 def probe(request: Dict[str, Any]) -> None:
@@ -260,9 +265,9 @@ def look(paths: Paths) -> Dict[str, Any]:
         if error.code != "gone":
             raise
         return recall(paths)
-    if found["state"] == TrainingState.FAILED.value:
-        reasons = [e.get("reason") for e in history(paths) if e["type"] == Kind.TRAINING and e["state"] == "FAILED"]
-        found["reason"] = reasons[-1] if reasons else None
+    if TrainingState(found["state"]).is_final:
+        recalled = recall(paths)
+        found.update(reason=recalled["reason"], result=recalled["result"])
     return found
 
 
@@ -270,13 +275,15 @@ def recall(paths: Paths) -> Dict[str, Any]:
     """The status of a training whose agent is gone, from its events. What had not ended is LOST."""
     tasks: Dict[str, Dict[str, Any]] = {}
     state: Optional[str] = None
-    reason = None
+    reason, result = None, None
     events = history(paths)
     for event in events:
         if event["type"] == Kind.TASK:
             tasks[event["task"]] = {k: event[k] for k in ("task", "state", "attempt", "exit") if k in event}
         elif event["type"] == Kind.TRAINING:
             state, reason = event["state"], event.get("reason")
+        elif event["type"] == Kind.RESULT:
+            result = event["result"]
     for task in tasks.values():
         if not TaskState(task["state"]).is_final:
             task["state"] = TaskState.LOST.value
@@ -288,6 +295,7 @@ def recall(paths: Paths) -> Dict[str, Any]:
         "host": paths.host,
         "state": state if is_final else ("LOST" if is_known else "UNKNOWN"),
         "reason": reason,
+        "result": result,
         "is_alive": False,
         "seq": len(events),
         "tasks": list(tasks.values()),
@@ -499,6 +507,7 @@ def checkpoints(request: Dict[str, Any]) -> None:
         directory,
         after_step=int(request.get("after_step", -1)),
         newer_than=float(request.get("newer_than", 0.0)),
+        newest=bool(request.get("newest")),
     ):
         if checkpoint is not None:
             say({"type": "checkpoint", "checkpoint": checkpoint.to_json()})
@@ -535,6 +544,7 @@ COMMANDS = {
     "reserve": reserve,
     "start": start,
     "launch": launch,
+    "renew": renew,
     "probe": probe,
     "status": status,
     "follow": follow,

@@ -33,6 +33,8 @@ class Cluster:
     @classmethod
     def from_context(cls, context: TaskContext) -> Cluster:
         """Raises ProgramError if between-graph replication is impossible on this cluster."""
+        if not context.cluster:
+            return cls()
         cluster = cls(context.name, Task.parse(context.chief), context.cluster)
         if cluster.task.index >= len(cluster.addresses.get(cluster.task.role, ())):
             raise ProgramError(f"{cluster.task} is not in the cluster {dict(cluster.addresses)}")
@@ -119,13 +121,22 @@ class Cluster:
         return config
 
     def start_server(self, config: Any) -> Any:
-        """Start this TF task's server; it listens when this returns."""
-        return tf.train.Server(
-            tf.train.ClusterSpec(self.addresses),
-            job_name=self.task.role,
-            task_index=self.task.index,
-            config=config,
-        )
+        """Start this TF task's server; it listens when this returns.
+
+        Raises tf.errors.UnavailableError if its port is taken.
+        """
+        try:
+            return tf.train.Server(
+                tf.train.ClusterSpec(self.addresses),
+                job_name=self.task.role,
+                task_index=self.task.index,
+                config=config,
+            )
+        except tf.errors.UnknownError as error:  # "Could not start gRPC server"
+            address = self.addresses[self.task.role][self.task.index]
+            raise tf.errors.UnavailableError(
+                None, None, f"{self.task} cannot listen at {address}: {error.message}"
+            ) from error
 
     def unreachable_ps(self, timeout_secs: float = 1.0) -> List[str]:
         """The ps tasks whose port takes no connection now, each as `ps:0 (10.0.0.1:2222)`. Blocks for each."""

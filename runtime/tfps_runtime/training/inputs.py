@@ -28,6 +28,8 @@ class Batches:
         self.features = features
         self.labels = labels
         self.examples = _leading_dimension(features)
+        self.cardinality: Any = None
+        """Tensor: how many batches a dataset has, or a negative number, see `tf.data.experimental.cardinality`."""
 
     def feeds(self) -> Iterator[Optional[Dict[Any, Any]]]:
         """A feed per step. Endless here: the tensors themselves raise OutOfRangeError at the end."""
@@ -55,18 +57,13 @@ class _FedBatches(Batches):
             yield dict(zip(self._placeholders, tf.nest.flatten(batch)))
 
 
-def build_batches(source: Any, *, must_end: bool = False) -> Batches:
-    """Build the input in the current graph and device scope.
+def build_batches(source: Any) -> Batches:
+    """Build the input in the current graph and device scope from what `input_fn` returned.
 
-    Args:
-        source: what `input_fn` returned.
-        must_end: refuse a dataset that is known to repeat for ever (an evaluation would never end).
-
-    Raises:
-        ProgramError: `source` is none of the forms above.
+    Raises ProgramError if that is none of the forms above.
     """
     if hasattr(source, "element_spec") and not hasattr(source, "__next__"):
-        return _dataset_batches(source, must_end=must_end)
+        return _dataset_batches(source)
     if hasattr(source, "__next__"):
         return _FedBatches(source)
     if isinstance(source, tuple) and len(source) == 2:
@@ -77,16 +74,13 @@ def build_batches(source: Any, *, must_end: bool = False) -> Batches:
     )
 
 
-def _dataset_batches(dataset: Any, *, must_end: bool) -> Batches:
-    if must_end:
-        size = tf.data.experimental.cardinality(dataset)
-        with tf.Session(graph=size.graph) as session:
-            if session.run(size) == tf.data.experimental.INFINITE_CARDINALITY:
-                raise ProgramError("the dataset for evaluation repeats for ever; leave repeat() to mode 'train'")
+def _dataset_batches(dataset: Any) -> Batches:
     iterator = tf.data.make_initializable_iterator(dataset)
     # Run with every session's local initialisation, as lookup tables are.
     tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
-    return Batches(*_pair(iterator.get_next()))
+    batches = Batches(*_pair(iterator.get_next()))
+    batches.cardinality = tf.data.experimental.cardinality(dataset)
+    return batches
 
 
 def _pair(element: Any) -> Tuple[Any, Any]:

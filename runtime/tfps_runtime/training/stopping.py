@@ -36,10 +36,9 @@ class StopRequest:
     def is_requested(self) -> bool:
         return self._requested.is_set()
 
-    def wait(self, timeout_secs: float) -> None:
-        """Sleep, but not beyond a request. Raises StopRequestedError if there is one."""
-        if self._requested.wait(timeout_secs):
-            raise StopRequestedError("asked to stop")
+    def wait(self, timeout_secs: float) -> bool:
+        """Sleep, but not beyond a request; gives `is_requested`."""
+        return self._requested.wait(timeout_secs)
 
     def install(self, patience_secs: float) -> None:
         """Listen to SIGTERM. Call once, in the main thread.
@@ -57,10 +56,9 @@ class StopRequest:
         while signal.SIGTERM not in reader.recv(64):
             pass  # other signals wake this thread too
         self._requested.set()
-        with deadline(patience_secs, lambda: f"not stopped {patience_secs:g} s after SIGTERM"):
-            if self.on_request is not None:
-                self.on_request()
-            threading.Event().wait()  # for the deadline, or the end of the process
+        _exit_after(patience_secs, lambda: f"not stopped {patience_secs:g} s after SIGTERM")
+        if self.on_request is not None:
+            self.on_request()
 
 
 @contextlib.contextmanager
@@ -69,7 +67,14 @@ def deadline(secs: float, reason: Callable[[], str]) -> Iterator[None]:
 
     `reason` is then called for a line on stderr; the stacks of all threads follow.
     """
+    timer = _exit_after(secs, reason)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
+
+def _exit_after(secs: float, reason: Callable[[], str]) -> threading.Timer:
     def leave() -> None:
         sys.stderr.write(f"giving up: {reason()}\n")
         sys.stderr.flush()
@@ -79,7 +84,4 @@ def deadline(secs: float, reason: Callable[[], str]) -> Iterator[None]:
     timer = threading.Timer(secs, leave)
     timer.daemon = True
     timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return timer

@@ -46,7 +46,6 @@ class Synchroniser:
         aggregate: how many gradients make an update; fewer than `replicas` leaves backup workers.
         index: this replica's.
         global_step: the variable.
-        average: called after the update is built, inside its control dependencies; returns an op or None.
     """
 
     def __init__(self, optimizer: Any, *, replicas: int, aggregate: int, index: int, global_step: Any) -> None:
@@ -72,7 +71,8 @@ class Synchroniser:
     def build(
         self, gradients: Sequence[Tuple[Any, Any]], averages: Optional[Any], averaged: Sequence[Any]
     ) -> None:
-        """Build `push_and_wait` (each replica's step), `update` (the chief's), and their preparation.
+        """Build `push_and_wait`, each replica's step, with `join` before the first; for the chief `update`, with
+        `set_steps` before the first: a new accumulator would take gradients of any age.
 
         Args:
             gradients: this replica's (gradient, variable) pairs; none is None.
@@ -98,8 +98,8 @@ class Synchroniser:
                 means.append((mean, variable))
         self.update = self._build_update(means, averages, averaged)
         self.push_and_wait = self._build_wait(pushes)
-        self.prepare_chief = tf.group(tf.assign(self._local_step, self._global_step), *set_steps)
-        self.prepare_worker = self._build_rejoin()
+        self.join = self._build_join()
+        self.set_steps = tf.group(*set_steps)
 
     def _give(self, token: Any) -> Any:
         return tf.group(*[queue.enqueue(token) for queue in self._queues])
@@ -136,7 +136,7 @@ class Synchroniser:
                 step = tf.identity(self._global_step.read_value())
         return tf.assign(self._local_step, step)
 
-    def _build_rejoin(self) -> Any:
+    def _build_join(self) -> Any:
         """Take up the current global step; drop the tokens of an earlier life of this replica.
 
         The wake-up given first goes to a step of that earlier life which may still wait on the ps (its host died
@@ -165,7 +165,7 @@ class SyncWorkerHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFl
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         del coord
-        session.run(self._synchroniser.prepare_worker)
+        session.run(self._synchroniser.join)
 
 
 class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
@@ -178,9 +178,10 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
         self._stop = stop
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        session.run(self._synchroniser.prepare_chief)
+        session.run(self._synchroniser.set_steps)
         # Replicas may wait for an update that went with an earlier chief, or with a ps.
         session.run(self._synchroniser.wake_up)
+        session.run(self._synchroniser.join)
         # And SIGTERM may find this process waiting for the others.
         self._stop.on_request = lambda: self._wake_up(session)
         step = int(session.run(self._global_step))

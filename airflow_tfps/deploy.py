@@ -1,0 +1,133 @@
+"""What is brought to hosts: the runtime as one `.pyz`, programs and inputs by the hash of their contents.
+
+Builds bytes and names; touches no host (`hook` does). Imports the runtime's location and `protocol` only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tfps_runtime
+
+if TYPE_CHECKING:
+    from airflow_tfps.spec import JobSpec
+
+_ENTRY = "import sys\n\nfrom tfps_runtime.__main__ import main\n\nsys.exit(main())\n"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+HASH_DIGITS = 16
+
+INSTALL = """
+import os, sys
+path = os.path.expanduser(sys.argv[1])
+os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+temporary = "%s.%d.tmp" % (path, os.getpid())
+with open(temporary, "wb") as file:
+    file.write(sys.stdin.buffer.read())
+os.replace(temporary, path)
+"""
+"""Python source that stores standard input at its argument; how the `.pyz` itself reaches a host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The on-host runtime as one file, named by the hash of its contents."""
+
+    content: bytes
+    hash: str
+
+
+@functools.cache
+def build_runtime() -> Runtime:
+    """Zip the installed `tfps_runtime`: the same sources give the same bytes, on any machine."""
+    root = Path(tfps_runtime.__file__).parent
+    sources = sorted(p for p in root.rglob("*.py") if "__pycache__" not in p.parts)
+    entries = {"__main__.py": _ENTRY.encode()}
+    entries.update({f"tfps_runtime/{p.relative_to(root).as_posix()}": p.read_bytes() for p in sources})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(entries):
+            archive.writestr(_entry(name), entries[name])
+    content = buffer.getvalue()
+    digest = hashlib.sha256()
+    for name in sorted(entries):
+        digest.update(f"{name}\0{len(entries[name])}\0".encode() + entries[name])
+    return Runtime(content=content, hash=digest.hexdigest()[:HASH_DIGITS])
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.external_attr = 0o600 << 16
+    info.compress_type = zipfile.ZIP_STORED  # inflating costs each command more than the upload costs once
+    return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A program or an input, as it travels: its bytes come from `open`, hash and size are known before."""
+
+    key: str
+    """`program`, `script` or `inputs.NAME`."""
+    name: str
+    sha256: str
+    size: int
+    kind: str
+    """`file`, or `tar` for a directory."""
+    path: str
+
+    def request(self, workdir: str) -> dict[str, Any]:
+        """The request of the on-host command `put`."""
+        return {"workdir": workdir, "name": self.name, "sha256": self.sha256, "size": self.size, "kind": self.kind}
+
+    def content(self) -> bytes:
+        """The bytes to send. Reads the whole file."""
+        source = _open(self.path)
+        return _archive(source) if self.kind == "tar" else source.read_bytes()  # type: ignore[no-any-return]
+
+
+def _open(path: str) -> Any:
+    if "://" in path and not path.startswith("file://"):
+        from airflow.sdk import ObjectStoragePath  # noqa: PLC0415  heavy, and only for URLs
+
+        return ObjectStoragePath(path)
+    return Path(path.removeprefix("file://"))
+
+
+def blobs_of(job: JobSpec) -> Iterator[Blob]:
+    """What must be uploaded for a job: its program or script, and every input that is not on the hosts already."""
+    for key, path in (("program", job.program), ("script", job.script)):
+        if path is not None:
+            yield blob(key, str(job.local_path(path)))
+    local = job.local_inputs
+    for name, value in job.inputs.items():
+        if not value.startswith("host:"):
+            yield blob(f"inputs.{name}", str(local.get(name, value)))
+
+
+def blob(key: str, path: str) -> Blob:
+    """Hash a file or a directory. Raises OSError when it cannot be read."""
+    source = _open(path)
+    kind = "tar" if source.is_dir() else "file"
+    content = _archive(source) if kind == "tar" else source.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()[:HASH_DIGITS]
+    return Blob(key=key, name=source.name, sha256=digest, size=len(content), kind=kind, path=path)
+
+
+def _archive(root: Any) -> bytes:
+    """A directory's regular files as a tar whose bytes depend on names and contents only."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted((p for p in root.rglob("*") if p.is_file()), key=str):
+            content = path.read_bytes()
+            info = tarfile.TarInfo(os.path.relpath(str(path), str(root)))
+            info.size, info.mode = len(content), 0o600
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()

@@ -1,0 +1,127 @@
+"""The handle: which training, placed where. JSON that goes through XCom; versioned, without secrets.
+
+Imports `spec`, `inventory` and `protocol`. 100 hosts fit into 20 KB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from airflow_tfps.errors import SpecError
+from airflow_tfps.inventory import HostSpec, Inventory
+from airflow_tfps.spec import JobSpec
+from tfps_runtime.protocol import VERSION, Paths, ProtocolError, Task, TrainingId
+
+EVALUATOR = "evaluator"
+"""The role that is never in the ClusterSpec: everyone would wait for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedTask:
+    """A TF task with its place."""
+
+    task: Task
+    host: str
+    port: int | None
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return self.task.at(self.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """A training that has a place on hosts."""
+
+    training: TrainingId
+    job: JobSpec
+    inventory: Inventory
+    tasks: tuple[PlacedTask, ...]
+    chief: Task
+    checkpoint_dir: str
+    """On the chief's host."""
+    blobs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """`program`, `script` or an input's name -> its content's hash and file name."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts in use, sorted."""
+        return tuple(sorted({t.host for t in self.tasks}))
+
+    @property
+    def chief_host(self) -> str:
+        return self.of(self.chief).host
+
+    def of(self, task: Task) -> PlacedTask:
+        return next(t for t in self.tasks if t.task == task)
+
+    def on(self, host: str) -> tuple[PlacedTask, ...]:
+        return tuple(t for t in self.tasks if t.host == host)
+
+    def spec(self, host: str) -> HostSpec:
+        return self.inventory[host]
+
+    @property
+    def cluster(self) -> dict[str, list[str]]:
+        """TensorFlow's ClusterSpec: role to addresses, in the order of the indices; without an evaluator."""
+        addresses: dict[str, list[str]] = {}
+        for placed in sorted(self.tasks, key=lambda t: t.task):
+            if placed.task.role != EVALUATOR:
+                assert placed.port is not None
+                endpoint = self.spec(placed.host).endpoint(placed.port)
+                addresses.setdefault(placed.task.role, []).append(endpoint)
+        return addresses
+
+    def address(self, placed: PlacedTask) -> str:
+        return self.cluster[placed.task.role][placed.task.index]
+
+    def request(self, host: str) -> dict[str, Any]:
+        """What every command about this training on that host begins with."""
+        return {"training": str(self.training), "host": host, "workdir": self.spec(host).workdir}
+
+    def paths(self, host: str) -> Paths:
+        return Paths(self.spec(host).workdir, self.training, host)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; what has its default is left out."""
+        return {
+            "version": VERSION,
+            "training": str(self.training),
+            "job": self.job.to_dict(),
+            "base_dir": str(self.job.base_dir) if self.job.base_dir is not None else None,
+            "inventory": self.inventory.to_dict(),
+            "tasks": [[str(t.task), t.host, t.port, list(t.gpus)] for t in self.tasks],
+            "chief": str(self.chief),
+            "checkpoint_dir": self.checkpoint_dir,
+            "blobs": {k: list(v) for k, v in self.blobs.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Handle:
+        """Read a handle. Raises SpecError when it is none."""
+        if not isinstance(data, Mapping):
+            got = "nothing" if data is None else type(data).__name__
+            raise SpecError("handle", [f"a handle of ProvisionClusterOperator is needed, got {got}"])
+        if data.get("version") not in (VERSION, VERSION - 1):
+            raise SpecError("handle", [f"version {data.get('version')!r} is not understood; clear the provision task"])
+        try:
+            base_dir = data.get("base_dir")
+            return cls(
+                training=TrainingId.parse(data["training"]),
+                job=JobSpec.from_dict(data["job"], base_dir=None if base_dir is None else Path(base_dir)),
+                inventory=Inventory.from_dict(data["inventory"]),
+                tasks=tuple(
+                    PlacedTask(task=Task.parse(task), host=host, port=port, gpus=tuple(gpus))
+                    for task, host, port, gpus in data["tasks"]
+                ),
+                chief=Task.parse(data["chief"]),
+                checkpoint_dir=data["checkpoint_dir"],
+                blobs=data.get("blobs", {}),
+            )
+        except (KeyError, TypeError, ValueError, ProtocolError) as error:
+            raise SpecError("handle", [f"it is damaged: {error}"]) from error
+

@@ -1,0 +1,511 @@
+"""The only door to hosts, for code that may block: workers and the command line. Triggers use `follow`.
+
+    with ClusterHook(inventory=inventory) as hook:
+        handle = hook.ensure(job, TrainingId(key, incarnation))
+        hook.launch(handle)
+        ...
+        hook.stop(handle, "done")
+
+One connection per host serves all calls of a hook; hosts are asked side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+
+from airflow.sdk import BaseHook
+
+from airflow_tfps import deploy, remote
+from airflow_tfps.errors import (
+    BusyError,
+    CommandError,
+    HostError,
+    HostNotReadyError,
+    HostUnreachableError,
+    NotReadyError,
+    SpecError,
+    TfpsError,
+)
+from airflow_tfps.handle import Handle, PlacedTask
+from airflow_tfps.inventory import Inventory
+from airflow_tfps.plan import Plan, make_plan
+from airflow_tfps.secrets import resolve_secrets
+from airflow_tfps.spec import JobSpec
+from tfps_runtime.protocol import (
+    CheckpointOptions,
+    Program,
+    ReserveRequest,
+    StartRequest,
+    Task,
+    TrainingId,
+    key_directory,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ENSURE_LEASE_SECS = 120.0
+"""A reservation that nobody takes up ends by itself after this long."""
+PARALLEL = 16
+COMMAND_SECS = 60.0
+UPLOAD_SECS = 1800.0
+
+
+class ClusterHook(BaseHook):
+    """Everything that is done to the hosts of an inventory.
+
+    Without `inventory`, that of the Airflow connection `tfps_conn_id` (type `tfps`). Methods block; all are idempotent.
+    They raise what `errors` holds; HostError names its host.
+    """
+
+    conn_name_attr = "tfps_conn_id"
+    default_conn_name = "tfps_default"
+    conn_type = "tfps"
+    hook_name = "TensorFlow parameter servers"
+
+    def __init__(self, tfps_conn_id: str = default_conn_name, *, inventory: Inventory | None = None) -> None:
+        super().__init__()
+        self.tfps_conn_id = tfps_conn_id
+        self._inventory = inventory
+        self._transports: dict[str, Any] = {}
+
+    @property
+    def inventory(self) -> Inventory:
+        if self._inventory is None:
+            self._inventory = Inventory.load(self.tfps_conn_id)
+        return self._inventory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; what runs on the hosts goes on."""
+        transports, self._transports = self._transports, {}
+        for transport in transports.values():
+            with contextlib.suppress(OSError, TfpsError):
+                transport.close()
+
+    def test_connection(self) -> tuple[bool, str]:
+        """For the connection form: reach every host and look at what it has."""
+        try:
+            reports = self.preflight()
+        except TfpsError as error:
+            return False, str(error)
+        return True, f"{len(reports)} hosts are ready: " + ", ".join(sorted(reports))
+
+    # --- talking ------------------------------------------------------------------------------------------------
+
+    def connect(self, hosts: Iterable[str]) -> None:
+        """Connect to hosts that are not connected yet; all or none."""
+        from airflow_tfps.ssh import connect_all  # noqa: PLC0415  paramiko is slow to import
+
+        missing = [h for h in hosts if h not in self._transports]
+        if missing:
+            self._transports.update(connect_all([remote.endpoint(self.inventory[h]) for h in missing]))
+
+    def call(
+        self,
+        host: str,
+        command: str,
+        request: Mapping[str, Any],
+        *,
+        content: bytes = b"",
+        timeout: float = COMMAND_SECS,
+    ) -> dict[str, Any]:
+        """Run one command of the runtime on a host, bringing the runtime there first if need be; its last answer."""
+        self.connect([host])
+        spec, transport = self.inventory[host], self._transports[host]
+        stdin = remote.request_line(request) + content
+        completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
+        if remote.lacks_runtime(completed):
+            runtime = deploy.build_runtime()
+            log.info("%s: installing the runtime %s", host, runtime.hash)
+            installed = transport.run(remote.install_argv(spec), runtime.content, timeout=UPLOAD_SECS)
+            if installed.returncode != 0:
+                raise remote.not_ready(host, "installing the runtime", installed)
+            completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
+        found = remote.answers(host, command, completed)
+        if not found:
+            raise remote.not_ready(host, command, completed)
+        return found[-1]
+
+    def on_each(self, hosts: Iterable[str], do: Callable[[str], T]) -> dict[str, T]:
+        """Do something on hosts side by side; waits for all, then raises the error that a retry can mend least."""
+        names = list(hosts)
+        if not names:
+            return {}
+        with ThreadPoolExecutor(max_workers=min(PARALLEL, len(names))) as pool:
+            futures = {name: pool.submit(do, name) for name in names}
+        errors = [e for e in (f.exception() for f in futures.values()) if e is not None]
+        for error in errors:
+            if not isinstance(error, TfpsError):
+                raise error
+        if errors:
+            raise min(errors, key=lambda e: e.transient)  # type: ignore[attr-defined]
+        return {name: future.result() for name, future in futures.items()}
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def preflight(
+        self, hosts: Iterable[str] | None = None, *, preload: Sequence[str] = (), gpus: Mapping[str, int] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks."""
+        names = list(self.inventory.names if hosts is None else hosts)
+        self.connect(names)
+
+        def look(host: str) -> dict[str, Any]:
+            wanted = (gpus or {}).get(host, 0)
+            request = {"workdir": self.inventory[host].workdir, "preload": list(preload), "gpus": wanted}
+            report = self.call(host, "preflight", request)
+            if report["faults"]:
+                raise HostNotReadyError(host, "; ".join(map(str, report["faults"])))
+            return report
+
+        return self.on_each(names, look)
+
+    def ensure(
+        self,
+        job: JobSpec,
+        training: TrainingId,
+        *,
+        wait: bool = True,
+        lease_secs: float | None = None,
+        chief_host: str | None = None,
+    ) -> Handle:
+        """Bring a training's cluster up, all but the chief, or find it up already; returns its handle.
+
+        Plans, looks at the hosts, reserves ports and GPUs (hosts in sorted order, the first refusal releases the
+        rest), uploads what is not there, starts ps and non-chief workers. With `wait`, returns when every TF task
+        listens and can be reached from every host. What fails leaves nothing behind.
+
+        Args:
+            job: The job, with nothing left to render.
+            training: Key and incarnation; the same ones find the same cluster again.
+            wait: Whether to wait until the cluster is ready, for at most the job's `ready_secs`.
+            lease_secs: How long the hosts go on without word; default: the job's.
+            chief_host: Where the chief must run, because its checkpoints are there and only there.
+
+        Raises:
+            SpecError: The job or the plan is wrong; no host was touched.
+            BusyError: Ports or GPUs are taken; nothing is held.
+            NotReadyError: With `wait`: TF tasks that did not come up within `ready_secs`, and why.
+        """
+        job.check_runnable()
+        blobs = list(deploy.blobs_of(job))
+        secrets = resolve_secrets(job.secrets)
+        plan = self._plan(job, None if job.checkpoint.shared else chief_host)
+        try:
+            reservations = self._reserve(plan, job, training)
+            handle = self._handle(plan, job, training, reservations, blobs)
+            paths = self._upload(handle, blobs)
+            self._start(handle, paths, secrets, lease_secs or job.timeouts.lease_secs)
+            if wait:
+                self.wait_ready(handle)
+        except BaseException:
+            self._clear_away(plan.hosts, training)
+            raise
+        return handle
+
+    def _plan(self, job: JobSpec, chief_host: str | None) -> Plan:
+        """Plan, look at the hosts of the plan, and plan again if they have fewer GPUs than was assumed."""
+        plan = make_plan(job, self.inventory, chief_host=chief_host)
+        gpus = {host: sum(t.gpus for t in plan.on(host)) for host in plan.hosts}
+        asked = [h.name for h in self.inventory if h.gpus is None] if any(gpus.values()) else []
+        reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus)
+        for host, report in sorted(reports.items()):
+            if report["proxies"]:
+                log.info("%s: leaving out %s for TF tasks", host, ", ".join(report["proxies"]))
+        if not asked:
+            return plan
+        found = {h: len(reports[h]["gpus"] or ()) for h in asked}
+        return make_plan(job, self.inventory, gpus=found, chief_host=chief_host)
+
+    def _reserve(self, plan: Plan, job: JobSpec, training: TrainingId) -> dict[str, dict[str, Any]]:
+        log.info("%s\n%s", training, plan)
+        found = {}
+        for host in plan.hosts:  # sorted: two trainings that want the same hosts cannot hold half each
+            spec = self.inventory[host]
+            tasks = plan.on(host)
+            is_chiefs = any(t.is_chief for t in tasks)
+            request = ReserveRequest(
+                training=str(training),
+                host=host,
+                workdir=spec.workdir,
+                tasks=tuple(t.to_spec() for t in tasks),
+                ports=spec.ports,
+                preload=(*job.preload, *_harness(job)),
+                env={k: str(v) for k, v in job.env.items()},
+                compat=job.compat,
+                checkpoint_dir=_checkpoint_dir(job, spec.workdir, training) if is_chiefs else None,
+                checkpoint_dir_is_fixed=job.checkpoint.dir is not None,
+                lease_secs=ENSURE_LEASE_SECS,
+                grace_secs=job.timeouts.grace_secs,
+                stall_secs=job.timeouts.stall_secs,
+                seed=job.seed,
+            )
+            found[host] = self.call(host, "reserve", request.to_json())
+        return found
+
+    def _handle(
+        self,
+        plan: Plan,
+        job: JobSpec,
+        training: TrainingId,
+        reservations: Mapping[str, Mapping[str, Any]],
+        blobs: Sequence[deploy.Blob],
+    ) -> Handle:
+        tasks = []
+        for planned in plan.tasks:
+            reservation = reservations[planned.host]
+            name = str(planned.task)
+            tasks.append(
+                PlacedTask(
+                    task=planned.task,
+                    host=planned.host,
+                    port=reservation["ports"].get(name),
+                    gpus=tuple(reservation["gpus"].get(name, ())),
+                )
+            )
+        chief = plan.chief
+        return Handle(
+            training=training,
+            job=job,
+            inventory=self.inventory,
+            tasks=tuple(tasks),
+            chief=chief.task,
+            checkpoint_dir=reservations[chief.host]["checkpoint_dir"],
+            blobs={b.key: (b.sha256, b.name) for b in blobs},
+        )
+
+    def _upload(self, handle: Handle, blobs: Sequence[deploy.Blob]) -> dict[str, dict[str, str]]:
+        """Bring programs to all hosts and inputs to those that train; host -> blob's key -> path there."""
+
+        def bring(host: str) -> dict[str, str]:
+            trains = any(t.task.role != "ps" for t in handle.on(host))
+            paths = {}
+            for blob in blobs:
+                if trains or blob.key in ("program", "script"):
+                    paths[blob.key] = self._put(host, blob)
+            return paths
+
+        return self.on_each(handle.hosts, bring)
+
+    def _put(self, host: str, blob: deploy.Blob) -> str:
+        request = blob.request(self.inventory[host].workdir)
+        answer = self.call(host, "put", {**request, "only_ask": True})
+        if not answer["is_there"]:
+            log.info("%s: uploading %s (%d bytes)", host, blob.name, blob.size)
+            answer = self.call(host, "put", request, content=blob.content(), timeout=UPLOAD_SECS)
+        return str(answer["path"])
+
+    def _start(
+        self,
+        handle: Handle,
+        paths: Mapping[str, Mapping[str, str]],
+        secrets: Mapping[str, str],
+        lease_secs: float,
+    ) -> None:
+        job, saving = handle.job, handle.job.checkpoint
+        on_hosts = {n: v.removeprefix("host:") for n, v in job.inputs.items() if v.startswith("host:")}
+
+        def begin(host: str) -> None:
+            there = paths[host]
+            request = StartRequest(
+                training=str(handle.training),
+                cluster=handle.cluster,
+                chief=str(handle.chief),
+                program=Program(
+                    module=there.get("program"),
+                    script=there.get("script"),
+                    command=None if job.command is None else tuple(map(str, job.command)),
+                    args=tuple(map(str, job.args)),
+                    progress=job.progress,
+                ),
+                checkpoint=CheckpointOptions(
+                    directory=handle.checkpoint_dir,
+                    save_checkpoint_secs=saving.save_checkpoint_secs,
+                    save_summaries_secs=saving.save_summaries_secs,
+                    max_to_keep=saving.max_to_keep,
+                    sharded=saving.sharded,
+                ),
+                mode=job.mode,
+                replication=job.replication,
+                replicas_to_aggregate=job.replicas_to_aggregate,
+                steps=job.steps if isinstance(job.steps, int) else None,
+                hparams=dict(job.hparams),
+                inputs={
+                    **on_hosts,
+                    **{n: there[f"inputs.{n}"] for n in job.inputs if f"inputs.{n}" in there},
+                },
+                session=dict(job.session),
+                start_from=None if job.start_from == "none" else job.start_from,
+                secrets=dict(secrets),
+            )
+            self.call(
+                host, "start", {**handle.request(host), "request": request.to_json(), "lease_secs": lease_secs}
+            )
+
+        self.on_each(handle.hosts, begin)
+
+    def wait_ready(self, handle: Handle, timeout: float | None = None) -> None:
+        """Wait until every TF task but the chief listens and can be reached from every host. Blocks.
+
+        Raises NotReadyError naming what is missing and why; with `timeout` 0 it only looks.
+        """
+        secs = handle.job.timeouts.ready_secs if timeout is None else timeout
+
+        def probe(host: str) -> dict[str, Any]:
+            return self.call(host, "probe", probe_request(handle, host, secs), timeout=secs + COMMAND_SECS)
+
+        check_probes(handle, self.on_each(handle.hosts, probe))
+
+    # --- while it runs ------------------------------------------------------------------------------------------
+
+    def launch(self, handle: Handle) -> None:
+        """Start the chief; nothing happens when it was started already."""
+        self.call(handle.chief_host, "launch", {**handle.request(handle.chief_host), "task": str(handle.chief)})
+
+    def status(self, handle: Handle) -> dict[str, dict[str, Any]]:
+        """How the training stands on each of its hosts, alive or not."""
+        self.connect(handle.hosts)
+        return self.on_each(handle.hosts, lambda host: self.call(host, "status", handle.request(host)))
+
+    def renew(self, handle: Handle, lease_secs: float) -> None:
+        """Let the training's leases run for another `lease_secs`."""
+
+        def one(host: str) -> None:
+            self.call(host, "renew", {**handle.request(host), "lease_secs": lease_secs})
+
+        self.on_each(handle.hosts, one)
+
+    def result(self, handle: Handle) -> dict[str, Any]:
+        """What the chief left when it ended well (`protocol.Result`); empty if it left nothing."""
+        host = handle.chief_host
+        status = self.call(host, "status", handle.request(host))
+        return dict(status.get("result") or {})
+
+    def log_tail(self, handle: Handle, task: Task, lines: int = 30) -> list[str]:
+        """The last lines of a TF task's log."""
+        host = handle.of(task).host
+        answer = self.call(host, "logs", {**handle.request(host), "task": str(task), "lines": lines})
+        return [str(line) for line in answer["lines"]]
+
+    # --- ending -------------------------------------------------------------------------------------------------
+
+    def stop(self, handle: Handle, reason: str, *, grace_secs: float | None = None) -> dict[str, str]:
+        """End the training on all its hosts and wait until nothing is left of it there; host -> its last state.
+
+        The chief's host is asked first, since the chief may save and needs its ps for that. Hosts that cannot be
+        reached are tried like the others; one HostUnreachableError names them, after all others were stopped.
+        """
+        grace = handle.job.timeouts.grace_secs if grace_secs is None else grace_secs
+        states: dict[str, str] = {}
+        errors: list[TfpsError] = []
+
+        def end(host: str) -> None:
+            request = {**handle.request(host), "reason": reason, "grace_secs": grace_secs}
+            try:
+                answer = self.call(host, "stop", request, timeout=2 * grace + COMMAND_SECS)
+                states[host] = answer["stopped"][str(handle.training)]
+            except TfpsError as error:
+                errors.append(error)
+
+        end(handle.chief_host)
+        self.on_each([h for h in handle.hosts if h != handle.chief_host], end)
+        _raise_all(errors)
+        return states
+
+    def stop_key(self, key: str, reason: str, *, grace_secs: float = 30.0) -> dict[str, dict[str, str]]:
+        """End every incarnation of a key on all hosts of the inventory; host -> training id -> state.
+
+        Hosts that cannot be reached are named in one error after all others were stopped.
+        """
+        found: dict[str, dict[str, str]] = {}
+        errors: list[TfpsError] = []
+
+        def end(host: str) -> None:
+            request = {"key": key, "host": host, "reason": reason, "grace_secs": grace_secs}
+            try:
+                answer = self.call(host, "stop", request, timeout=2 * grace_secs + COMMAND_SECS)
+                found[host] = {str(k): str(v) for k, v in answer["stopped"].items()}
+            except TfpsError as error:
+                errors.append(error)
+
+        self.on_each(self.inventory.names, end)
+        _raise_all(errors)
+        return found
+
+    def _clear_away(self, hosts: Sequence[str], training: TrainingId) -> None:
+        """After a failed `ensure`: take back what was reserved and started. Best effort; the lease does the rest."""
+
+        def release(host: str) -> None:
+            request = {
+                "training": str(training),
+                "host": host,
+                "workdir": self.inventory[host].workdir,
+                "reason": "could not be brought up",
+                "grace_secs": 0,
+            }
+            try:
+                self.call(host, "release", request)
+            except TfpsError as error:
+                log.warning("could not release %s (its lease ends within %.0f s): %s", host, ENSURE_LEASE_SECS, error)
+
+        self.on_each([h for h in hosts if h in self._transports], release)
+
+
+def _harness(job: JobSpec) -> tuple[str, ...]:
+    """What the nursery imports beside `preload`, for a harness program."""
+    return ("tfps_runtime.training",) if job.program is not None else ()
+
+
+def _checkpoint_dir(job: JobSpec, workdir: str, training: TrainingId) -> str:
+    if job.checkpoint.dir is not None:
+        return job.checkpoint.dir
+    base = job.checkpoint.base_dir or f"{workdir}/checkpoints"
+    return f"{base.rstrip('/')}/{key_directory(training.key)}"
+
+
+def probe_request(handle: Handle, host: str, timeout_secs: float) -> dict[str, Any]:
+    """The request that waits on `host` until every TF task but the chief can be reached from there."""
+    wanted = [t for t in handle.tasks if t.task != handle.chief and t.port is not None]
+    return {
+        **handle.request(host),
+        "addresses": {str(t.task): handle.address(t) for t in wanted},
+        "timeout_secs": timeout_secs,
+    }
+
+
+def check_probes(handle: Handle, probes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises NotReadyError unless all hosts reached every TF task."""
+    failed = [str(p["failed"]) for p in probes.values() if p.get("failed")]
+    if failed:
+        raise NotReadyError("\n".join(failed))
+    missing = []
+    for host, found in sorted(probes.items()):
+        for task, why in sorted(found.get("missing", {}).items()):
+            missing.append(f"{handle.of(Task.parse(task)).label} cannot be reached from {host}: {why}")
+    if missing:
+        raise NotReadyError("the cluster is not ready:\n  " + "\n  ".join(missing))
+
+
+def _raise_all(errors: Sequence[TfpsError]) -> None:
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    names = ", ".join(sorted({e.host for e in errors if isinstance(e, HostError)}))
+    message = "; ".join(map(str, errors))
+    if all(isinstance(e, HostUnreachableError) for e in errors):
+        raise HostUnreachableError(names, message)
+    raise CommandError(names, message, transient=all(e.transient for e in errors))
+
+
+__all__ = ["BusyError", "ClusterHook", "SpecError", "check_probes", "probe_request"]

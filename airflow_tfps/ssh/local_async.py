@@ -1,0 +1,124 @@
+"""This machine as a host, for triggers. See `airflow_tfps.ssh` and `airflow_tfps.ssh.local`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Self, cast
+
+from airflow_tfps.ssh import Completed
+from airflow_tfps.ssh.local import CLOSE_SECS, kill_group, spawn_options
+from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, no_answer, quote, unread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+
+class AsyncLocalTransport:
+    """`airflow_tfps.ssh.AsyncTransport` without a network."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  the same signature as the blocking one
+    ) -> Completed:
+        process = await _spawn(argv)
+        try:
+            async with asyncio.timeout(timeout):
+                stdout, stderr = await process.communicate(stdin)
+        except TimeoutError:
+            raise no_answer(self._host, argv, timeout) from None
+        finally:
+            await _end(process, 0.0)
+        assert process.returncode is not None
+        return Completed(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, argv: Sequence[str], stdin: bytes = b"") -> AsyncIterator[AsyncLocalStream]:
+        stream = AsyncLocalStream(self._host, argv, await _spawn(argv), stdin)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def close(self) -> None:
+        """Nothing is held between commands."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+class AsyncLocalStream:
+    """`airflow_tfps.ssh.AsyncStream` of a child process."""
+
+    def __init__(
+        self, host: str, argv: Sequence[str], process: asyncio.subprocess.Process, stdin: bytes
+    ) -> None:
+        self._host = host
+        self._argv = argv
+        self._process = process
+        self._stdin = cast("asyncio.StreamWriter", process.stdin)
+        self._stdout = cast("asyncio.StreamReader", process.stdout)
+        self._stderr = cast("asyncio.StreamReader", process.stderr)
+        self.returncode: int | None = None
+        self.stderr = b""
+        self._complaints = asyncio.create_task(self._keep())
+        self._first = asyncio.create_task(self._write(stdin))
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        lines = Lines(self._host)
+        while data := await self._stdout.read(CHUNK):
+            for line in lines.feed(data):
+                yield line
+        for line in lines.feed(b""):
+            yield line
+        await self._complaints
+        self.returncode = await self._process.wait()
+
+    async def send(self, line: str) -> None:
+        await self._first
+        if not await self._write(f"{line}\n".encode()):
+            raise unread(self._host, self._argv)
+
+    async def close(self) -> None:
+        self._stdin.close()
+        for task in (self._complaints, self._first):
+            task.cancel()
+        await asyncio.gather(self._complaints, self._first, return_exceptions=True)
+        await _end(self._process, CLOSE_SECS)
+
+    async def _write(self, data: bytes) -> bool:
+        if self._stdin.is_closing():
+            return False
+        try:
+            self._stdin.write(data)
+            await self._stdin.drain()
+        except OSError:
+            return False
+        return True
+
+    async def _keep(self) -> None:
+        while data := await self._stderr.read(CHUNK):
+            self.stderr = (self.stderr + data)[-STDERR_BYTES:]
+
+
+async def _spawn(argv: Sequence[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec("/bin/sh", "-c", quote(argv), **spawn_options())
+
+
+async def _end(process: asyncio.subprocess.Process, patience_secs: float) -> None:
+    """Let a command end by itself for a while, then kill its group, and wait for it."""
+    if process.returncode is None and patience_secs:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience_secs)
+    if process.returncode is None:
+        kill_group(process.pid)
+        await process.wait()

@@ -1,0 +1,397 @@
+"""Triggers: they observe and renew the lease; they start nothing, restart nothing and hold no worker slot.
+
+Imported by DAG files through the operators, so nothing heavy is imported here. A trigger ends with one event; the
+operator's resume carries out what it says.
+
+What Airflow does to a trigger, and what follows (measured on 3.3.2): `on_kill` comes on mark failed, mark success,
+clear, a deleted run and a run's time-out, but also when the trigger merely moves to another triggerer, and it is
+cancelled again after about a second; so the work is done in a task of its own, after asking Airflow what has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from airflow_tfps.errors import TfpsError
+
+if TYPE_CHECKING:
+    from airflow_tfps.handle import Handle
+    from airflow_tfps.judge import Rules
+
+log = logging.getLogger(__name__)
+
+TRAINING_XCOM = "tfps_training"
+"""Key of the XCom in which a deferred task says which training it waits for."""
+PROGRESS_XCOM = "progress"
+PROGRESS_SECS = 3.0
+KILL_PATIENCE_SECS = 60.0
+UNSURE_LEASE_SECS = 30.0
+
+_kills: set[asyncio.Task[None]] = set()
+"""Stops under way: the event loop itself keeps no reference to its tasks."""
+
+
+class _HandleTrigger(BaseTrigger):
+    """A trigger about one training."""
+
+    def __init__(self, *, handle: Mapping[str, Any], version: int = 1) -> None:
+        super().__init__()
+        self.handle = dict(handle)
+        self.version = version
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        return name, {"handle": self.handle, "version": self.version}
+
+    def _handle(self) -> Handle:
+        from airflow_tfps.handle import Handle  # noqa: PLC0415  not needed to parse a DAG
+
+        return Handle.from_json(self.handle)
+
+
+class ReadyTrigger(_HandleTrigger):
+    """Waits until every TF task but the chief can be reached from every host.
+
+    One event: `{"ready": true}` or `{"ready": false, "reason": …}`. Never stops anything: a sensor may be cleared while
+    the training goes on.
+    """
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        from airflow_tfps import follow  # noqa: PLC0415
+        from airflow_tfps.hook import check_probes, probe_request  # noqa: PLC0415
+
+        handle = self._handle()
+        secs = handle.job.timeouts.ready_secs
+
+        async def probe(host: str) -> tuple[str, dict[str, Any]]:
+            return host, await follow.probe(handle, host, probe_request(handle, host, secs), timeout=secs)
+
+        tasks = [asyncio.create_task(probe(host)) for host in handle.hosts]
+        try:
+            found = {}
+            for done in asyncio.as_completed(tasks):
+                host, answer = await done
+                found[host] = answer
+                if answer.get("failed"):
+                    break
+            check_probes(handle, found)
+            event = {"ready": True}
+        except TfpsError as error:
+            event = {"ready": False, "reason": str(error), "transient": error.transient}
+        finally:
+            for task in tasks:
+                task.cancel()
+        yield TriggerEvent(event)
+
+
+class TrainingTrigger(_HandleTrigger):
+    """Follows a training until there is a verdict over it.
+
+    One event: the `Verdict` as JSON. Meanwhile the chief's log goes to the task log, each line once over restarts of
+    the triggerer, and a bounded XCom `progress` is kept up to date. A kill by the user stops the training on all hosts.
+    """
+
+    def __init__(self, *, handle: Mapping[str, Any], version: int = 1) -> None:
+        super().__init__(handle=handle, version=version)
+        self._has_verdict = False
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        from airflow_tfps import follow  # noqa: PLC0415
+        from airflow_tfps.judge import UNREACHABLE, Verdict, judge  # noqa: PLC0415
+        from airflow_tfps.progress import Board  # noqa: PLC0415
+        from tfps_runtime.protocol import Kind  # noqa: PLC0415
+
+        handle = self._handle()
+        rules = _rules(handle)
+        board = Board(handle)
+        events: list[Mapping[str, Any]] = []
+        verdict = None
+        sent = 0.0
+        messages = follow.follow(handle, lease_secs=handle.job.timeouts.lease_secs)
+        try:
+            async for message, follower in messages:
+                kind = message["type"]
+                for line in board.see(message):
+                    log.info("%s", line)
+                if kind == Kind.LOG:
+                    _write_log(handle, message)
+                    await follower.acknowledge(message["task"], message["offset"])
+                elif "seq" in message or kind in (Kind.GONE, UNREACHABLE):
+                    events = [e for e in events if not (e["type"] == kind == UNREACHABLE)] + [message]
+                    verdict = judge(rules, events)
+                now = time.monotonic()
+                if verdict is not None or now - sent >= PROGRESS_SECS:
+                    sent = now
+                    await self._send_progress(board.to_json(None if verdict is None else verdict.outcome))
+                if verdict is not None:
+                    break
+        except TfpsError as error:
+            verdict = Verdict(outcome="failed", reason=str(error), transient=error.transient)
+        finally:
+            await messages.aclose()
+        if verdict is None:
+            verdict = Verdict(outcome="failed", reason="every host's agent has ended without a result", transient=True)
+        self._has_verdict = True
+        yield TriggerEvent(verdict.to_json())
+
+    async def _send_progress(self, value: Mapping[str, Any]) -> None:
+        """Write the XCom; best effort, since under `dag.test()` a trigger has no way to."""
+        where = self.task_instance
+        if where is not None:
+            await _ask(_xcom_request(where, PROGRESS_XCOM, dict(value)))
+
+    async def on_kill(self) -> None:
+        """The user ended the task, or the trigger has only moved: ask Airflow, then stop the training or leave it."""
+        task = asyncio.get_running_loop().create_task(self._end())
+        _kills.add(task)
+        task.add_done_callback(_kills.discard)
+        await asyncio.shield(task)
+
+    async def _end(self) -> None:
+        from airflow_tfps import follow  # noqa: PLC0415
+
+        if self._has_verdict:
+            return
+        handle = self._handle()
+        waits = await self._task_waits_for(str(handle.training))
+        if waits is True:
+            log.info("%s: the trigger has moved, the training goes on", handle.training)
+            return
+        if waits is None:
+            log.warning("%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS)
+            await follow.shorten_lease(handle, UNSURE_LEASE_SECS)
+            return
+        log.info("%s: stopping, because the task was ended by the user", handle.training)
+        errors = await follow.stop(
+            handle, "the Airflow task was ended by the user", patience_secs=KILL_PATIENCE_SECS
+        )
+        for host, error in errors.items():
+            log.error("%s: could not be stopped, its lease will end it: %s", host, error)
+
+    async def _task_waits_for(self, training: str) -> bool | None:
+        """Whether the task is still deferred for this very training; None when Airflow does not say."""
+        where = self.task_instance
+        if where is None:
+            return None
+        state = await _task_state(where, where.task_id)
+        if state == UNKNOWN_STATE:
+            return None
+        if state != "deferred":
+            return False
+        said = await _ask(_xcom_request(where, TRAINING_XCOM))
+        return getattr(said, "value", None) == training
+
+
+class QueueTrigger(BaseTrigger):
+    """Lets some seconds pass before another look at hosts that are busy; nothing is held meanwhile."""
+
+    def __init__(self, *, secs: float, version: int = 1) -> None:
+        super().__init__()
+        self.secs = secs
+        self.version = version
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return "airflow_tfps.triggers.QueueTrigger", {"secs": self.secs, "version": self.version}
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        await asyncio.sleep(self.secs)
+        yield TriggerEvent({})
+
+
+# --- asking Airflow ---------------------------------------------------------------------------------------------------
+#
+# The messages between a trigger and its supervisor are internal to Airflow: all use of them is here, and a trigger goes
+# on without an answer.
+
+UNKNOWN_STATE = "unknown"
+
+
+async def _ask(message: Any) -> Any:
+    """Send one message to Airflow and return the answer; None where that cannot be done (`dag.test()`)."""
+    try:
+        from airflow.sdk.execution_time.task_runner import SUPERVISOR_COMMS  # noqa: PLC0415
+
+        return await SUPERVISOR_COMMS.asend(message)
+    except (ImportError, AttributeError, RuntimeError, ValueError, TypeError, OSError) as error:
+        log.debug("Airflow does not answer: %s", error)
+        return None
+
+
+def _xcom_request(where: Any, key: str, value: Any = None) -> Any:
+    """A message that reads an XCom of the trigger's own task, or with `value` writes it."""
+    from airflow.sdk.execution_time.comms import GetXCom, SetXCom  # noqa: PLC0415
+
+    place = {
+        "key": key,
+        "dag_id": where.dag_id,
+        "run_id": where.run_id,
+        "task_id": where.task_id,
+        "map_index": where.map_index,
+    }
+    return GetXCom(**place) if value is None else SetXCom(**place, value=value)
+
+
+async def _task_state(where: Any, task_id: str) -> str | None:
+    """The state of a task in the trigger's run and map index; UNKNOWN_STATE when Airflow does not answer."""
+    from airflow.sdk.execution_time.comms import GetTaskStates, TaskStatesResult  # noqa: PLC0415
+
+    index = None if where.map_index is None or where.map_index < 0 else where.map_index
+    answer = await _ask(
+        GetTaskStates(dag_id=where.dag_id, task_ids=[task_id], run_ids=[where.run_id], map_index=index)
+    )
+    if not isinstance(answer, TaskStatesResult):
+        return UNKNOWN_STATE
+    key = task_id if index is None else f"{task_id}_{index}"
+    return (answer.task_states.get(where.run_id) or {}).get(key)
+
+
+def _rules(handle: Handle) -> Rules:
+    from airflow_tfps.judge import Rules  # noqa: PLC0415
+
+    job = handle.job
+    return Rules(
+        tasks={str(t.task): t.host for t in handle.tasks},
+        chief=str(handle.chief),
+        mode=job.mode,
+        replicas_to_aggregate=job.replicas_to_aggregate,
+        success_policy=job.success_policy,
+        unreachable_secs=job.timeouts.unreachable_secs,
+        exits_are_final=job.program is not None,
+    )
+
+
+def _write_log(handle: Handle, message: Mapping[str, Any]) -> None:
+    for line in message["lines"]:
+        log.info("[%s@%s] %s", message["task"], message["host"], line)
+
+
+class CheckpointTrigger(BaseTrigger):
+    """Waits for a complete checkpoint in a directory on a host, which pushes them as they appear.
+
+    One event: `{"checkpoint": {...}}`, or `{"checkpoint": null, "reason": …}` with `skip` when the training ended first.
+
+    Args:
+        host: An inventory of one host, as JSON.
+        directory: On that host.
+        training: Handle of the training, for `which="final"`.
+        which: `latest` or `final`.
+        min_step: Only global steps from here on.
+        newer_than: Only checkpoints whose index is younger, in seconds since the epoch.
+        train_task_id: The task whose end ends the waiting.
+        deadline: In seconds since the epoch.
+    """
+
+    TRAIN_POLL_SECS = 5.0
+    """Airflow pushes nothing to a trigger: whether train is over must be asked."""
+
+    def __init__(
+        self,
+        *,
+        host: Mapping[str, Any],
+        directory: str,
+        deadline: float,
+        training: Mapping[str, Any] | None = None,
+        which: str = "latest",
+        min_step: int = 0,
+        newer_than: float = 0.0,
+        train_task_id: str | None = None,
+        version: int = 1,
+    ) -> None:
+        super().__init__()
+        self.host = dict(host)
+        self.directory = directory
+        self.deadline = deadline
+        self.training = None if training is None else dict(training)
+        self.which = which
+        self.min_step = min_step
+        self.newer_than = newer_than
+        self.train_task_id = train_task_id
+        self.version = version
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return "airflow_tfps.triggers.CheckpointTrigger", {
+            "host": self.host,
+            "directory": self.directory,
+            "deadline": self.deadline,
+            "training": self.training,
+            "which": self.which,
+            "min_step": self.min_step,
+            "newer_than": self.newer_than,
+            "train_task_id": self.train_task_id,
+            "version": self.version,
+        }
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        from airflow_tfps.watch import watch  # noqa: PLC0415
+
+        waiting = asyncio.create_task(self._first(watch))
+        try:
+            while True:
+                left = self.deadline - time.time()
+                done, _ = await asyncio.wait({waiting}, timeout=max(min(left, self.TRAIN_POLL_SECS), 0.0))
+                if done:
+                    event = waiting.result()
+                    break
+                if left <= 0:
+                    event = {"checkpoint": None, "reason": f"no complete checkpoint in {self.directory} in time"}
+                    break
+                if await self._train_is_over():
+                    await asyncio.wait({waiting}, timeout=self.TRAIN_POLL_SECS)
+                    event = (
+                        waiting.result()
+                        if waiting.done()
+                        else {
+                            "checkpoint": None,
+                            "skip": True,
+                            "reason": f"the training is over and left no such checkpoint in {self.directory}",
+                        }
+                    )
+                    break
+        except TfpsError as error:
+            event = {"checkpoint": None, "reason": str(error), "transient": error.transient}
+        finally:
+            waiting.cancel()
+        yield TriggerEvent(event)
+
+    async def _first(self, watch: Any) -> dict[str, Any]:
+        from airflow_tfps.inventory import Inventory  # noqa: PLC0415
+
+        [spec] = Inventory.from_dict(self.host)
+        if self.which == "final" and self.training is not None:
+            await self._training_has_ended()
+        async for found in watch(
+            spec, self.directory, after_step=self.min_step - 1, newer_than=self.newer_than, newest=self.which == "final"
+        ):
+            return {"checkpoint": {**found, "host": spec.name}}
+        return {"checkpoint": None, "reason": "the watch ended"}
+
+    async def _training_has_ended(self) -> None:
+        """Wait for the verdict over the training; renews no lease."""
+        from airflow_tfps import follow  # noqa: PLC0415
+        from airflow_tfps.handle import Handle  # noqa: PLC0415
+        from airflow_tfps.judge import judge  # noqa: PLC0415
+
+        assert self.training is not None
+        handle = Handle.from_json(self.training)
+        events = []
+        messages = follow.follow(handle, lease_secs=None)
+        try:
+            async for message, _ in messages:
+                events.append(message)
+                if "seq" in message and judge(_rules(handle), events) is not None:
+                    return
+        finally:
+            await messages.aclose()
+
+    async def _train_is_over(self) -> bool:
+        where = self.task_instance
+        if where is None or self.train_task_id is None:
+            return False
+        state = await _task_state(where, self.train_task_id)
+        return state in ("success", "failed", "skipped", "upstream_failed", "removed")

@@ -1,0 +1,92 @@
+"""Progress of one TF task: a JSON line for the agent, a readable line for people, at most two a second."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from typing import Callable, Optional
+
+from tfps_runtime.protocol import Progress
+
+_log = logging.getLogger("tfps")
+
+MIN_INTERVAL_SECS = 0.5
+
+
+class ProgressWriter:
+    """Records steps: the first, the last (`close`), and at most one every MIN_INTERVAL_SECS between them.
+
+    Each record is one write to a file opened for appending, so that a reader sees whole lines and a killed process
+    leaves at most one torn line. Without a path only the log lines are written.
+    """
+
+    def __init__(
+        self,
+        path: Optional[str],
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._now = now
+        self._clock = clock
+        self._due = clock()
+        self._since = clock()
+        self._since_step: Optional[int] = None
+        self._since_waited = 0.0
+        self._examples = 0
+        self.local_step = 0
+        """Steps of this process."""
+        self._unwritten: Optional[Progress] = None
+
+    def step(self, global_step: int, loss: float, examples: Optional[int], waited_secs: float) -> None:
+        """Note that this replica has done a step.
+
+        Args:
+            global_step: after it.
+            loss: of this replica's batch.
+            examples: in this replica's batch, if known.
+            waited_secs: altogether so far, for input and sessions.
+        """
+        self.local_step += 1
+        self._examples += examples or 0
+        now = self._clock()
+        steps_per_sec = examples_per_sec = None
+        if self._since_step is not None and now > self._since:
+            # A cluster that went back to a checkpoint has no rate.
+            if global_step >= self._since_step:
+                steps_per_sec = (global_step - self._since_step) / (now - self._since)
+            if examples is not None:
+                examples_per_sec = self._examples / (now - self._since)
+        self._unwritten = Progress(
+            time=self._now(),
+            global_step=global_step,
+            loss=loss if math.isfinite(loss) else None,
+            local_step=self.local_step,
+            steps_per_sec=steps_per_sec,
+            examples_per_sec=examples_per_sec,
+            waiting_secs=max(0.0, waited_secs - self._since_waited),
+        )
+        if now >= self._due:
+            self._due = now + MIN_INTERVAL_SECS
+            self._write()
+            self._since, self._since_step, self._since_waited, self._examples = now, global_step, waited_secs, 0
+
+    def close(self) -> None:
+        """Write the last step, if it is not written yet."""
+        self._write()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self) -> None:
+        record, self._unwritten = self._unwritten, None
+        if record is None:
+            return
+        if self._file is not None:
+            os.write(self._file, record.dumps().encode() + b"\n")
+        rate = "" if record.steps_per_sec is None else f" {record.steps_per_sec:.1f} steps/s"
+        loss = math.nan if record.loss is None else record.loss
+        _log.info("step %d loss %.6g%s", record.global_step, loss, rate)

@@ -1,0 +1,223 @@
+"""Real SSH hosts for tests: the demo's own servers, and OpenSSH's sshd where it is installed.
+
+    def test_x(embedded_hosts, define):
+        hosts = embedded_hosts("gpu-a", "gpu-b")        # also sets AIRFLOW_CONN_GPU_A, AIRFLOW_CONN_GPU_B
+        with connect(Endpoint(host="gpu-a", ssh_conn_id="gpu_a")) as transport: ...
+        endpoint = define(hosts["gpu-a"], private_key=None, key_file="/x")       # a variant of the connection
+
+No database: Airflow reads connections from the environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import getpass
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from airflow_tfps.demo_hosts import DemoHost, connection_json, read_hosts
+from airflow_tfps.ssh import Endpoint
+
+if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
+    os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
+    atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"], ignore_errors=True)
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def wait_until[T](condition: Callable[[], T], what: str, secs: float = 20.0) -> T:
+    """Poll until `condition` returns something true, and return it."""
+    deadline = time.monotonic() + secs
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {secs:g} s: {what}"
+        time.sleep(0.02)
+    return result
+
+
+def conn_variable(name: str) -> str:
+    return f"AIRFLOW_CONN_{name.upper().replace('-', '_')}"
+
+
+@pytest.fixture(scope="session")
+def embedded_hosts(tmp_path_factory) -> Iterator[Callable[..., dict[str, DemoHost]]]:
+    """Factory: start demo hosts of these names in a process, and define their Airflow connections."""
+    with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+
+        def start(*names: str) -> dict[str, DemoHost]:
+            home = tmp_path_factory.mktemp("hosts")
+            arguments = [argument for name in names for argument in ("--host", name)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "airflow_tfps.demo_hosts", "--home", str(home), *arguments]
+            )
+            stack.callback(process.wait, 20)
+            stack.callback(process.terminate)
+            wait_until(lambda: (home / "hosts.json").exists() or process.poll() is not None, "demo hosts start")
+            hosts = read_hosts(home)
+            for name, host in hosts.items():
+                environment.setenv(conn_variable(name), json.dumps(connection_json(host)))
+            return hosts
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def demo_host(embedded_hosts) -> DemoHost:
+    return embedded_hosts("demo-a")["demo-a"]
+
+
+@pytest.fixture(scope="session")
+def sshd_host(tmp_path_factory) -> Iterator[DemoHost]:
+    """OpenSSH's sshd on a loopback port, with an ed25519 and an RSA host key (`host_rsa.pub` beside `key_file`)."""
+    if SSHD is None:
+        pytest.skip("OpenSSH's sshd is not installed")
+    home = tmp_path_factory.mktemp("sshd")
+    for name, kind in (("host_ed25519", "ed25519"), ("host_rsa", "rsa"), ("id_ed25519", "ed25519")):
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", kind, "-f", str(home / name)], check=True)
+    (home / "id_ed25519.pub").rename(home / "authorized_keys")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's, for privilege separation
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (home / "sshd_config").write_text(
+        f"""
+        Port {port}
+        ListenAddress 127.0.0.1
+        HostKey {home}/host_ed25519
+        HostKey {home}/host_rsa
+        AuthorizedKeysFile {home}/authorized_keys
+        AuthenticationMethods publickey
+        PermitRootLogin prohibit-password
+        PidFile none
+        StrictModes no
+        UsePAM no
+        MaxStartups 30
+        MaxSessions 30
+        """
+    )
+    log = home / "log"
+    process = subprocess.Popen([SSHD, "-D", "-f", str(home / "sshd_config"), "-E", str(log)])
+    try:
+        wait_until(lambda: process.poll() is not None or is_listening(port), "sshd listens")
+        assert process.poll() is None, log.read_text()
+        yield DemoHost(
+            port=port,
+            login=getpass.getuser(),
+            host_key=public_key(home / "host_ed25519.pub"),
+            key_file=str(home / "id_ed25519"),
+            home=str(Path.home()),
+        )
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def public_key(path: Path) -> str:
+    return " ".join(path.read_text().split()[:2])
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def define(monkeypatch) -> Callable[..., Endpoint]:
+    """Define an Airflow connection to a host; keywords change it (extra's keys too), None takes a key away."""
+
+    def define(host: DemoHost, name: str = "defined", **changes: object) -> Endpoint:
+        connection = connection_json(host)
+        for key, value in changes.items():
+            place = connection if key in {"host", "port", "login", "password"} else connection["extra"]
+            place[key] = value
+            if value is None:
+                del place[key]
+        monkeypatch.setenv(conn_variable(name), json.dumps(connection))
+        return Endpoint(host=name, ssh_conn_id=name)
+
+    return define
+
+
+@pytest.fixture
+def user_home(tmp_path, monkeypatch) -> Path:
+    """A home directory of the user who runs Airflow, with an empty ~/.ssh; no agent."""
+    home = tmp_path / "home"
+    (home / ".ssh").mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    return home
+
+
+class Relay:
+    """Forwards TCP connections from a port of its own; can drop the first ones, and cut all of them."""
+
+    def __init__(self, target: int, drop_first: int = 0) -> None:
+        self._target = target
+        self._left_to_drop = drop_first
+        self._sockets: list[socket.socket] = []
+        self.accepted = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.accepted += 1
+                if self._left_to_drop:
+                    self._left_to_drop -= 1
+                    client.close()
+                    continue
+                server = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [client, server]
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for one in self._sockets:
+            one.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Callable[..., Relay]]:
+    """Factory: a Relay in front of a host, and the host as seen through it."""
+    with contextlib.ExitStack() as stack:
+
+        def make(host: DemoHost, **options: int) -> tuple[Relay, DemoHost]:
+            one = Relay(host.port, **options)
+            stack.callback(one.close)
+            return one, dataclasses.replace(host, port=one.port)
+
+        yield make

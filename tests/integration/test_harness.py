@@ -1,0 +1,724 @@
+"""The training harness on real clusters: tasks forked from one process that has imported TensorFlow, on loopback.
+
+Run as a script this file is that process: it reads requests from stdin, forks, and tells of exits on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from tfps_runtime.protocol import CheckpointOptions, Progress, Result, TaskContext
+
+pytestmark = pytest.mark.tensorflow
+
+DAGS = Path(__file__).parents[2] / "dags"
+LINEAR_REGRESSION = DAGS / "programs" / "linear_regression.py"
+DIGITS = DAGS / "programs" / "digits.py"
+CHIEF, WORKER, PS = "worker:0", "worker:1", "ps:0"
+
+
+# --- the process that forks ---------------------------------------------------------------------------------------
+
+
+def nursery() -> None:
+    """Import TensorFlow once, then fork a process for each line on stdin."""
+    import select
+
+    import tensorflow as tf  # noqa: F401
+
+    before = len(os.listdir("/proc/self/task"))
+    import tfps_runtime.training
+    from tensorflow.python.eager import context
+
+    say = lambda **message: print(json.dumps(message), flush=True)  # noqa: E731
+    say(
+        ready=True,
+        new_threads=len(os.listdir("/proc/self/task")) - before,
+        python_threads=threading.active_count(),
+        is_runtime_initialised=context.context()._context_handle is not None,
+        imported=tfps_runtime.training.__name__,
+    )
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.02)
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                say(exited=pid, code=os.waitstatus_to_exitcode(status))
+        if readable:
+            line = sys.stdin.readline()
+            if not line:
+                os._exit(0)
+            request = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _become(request)
+            say(forked=pid)
+
+
+def _become(request: dict[str, Any]) -> None:
+    code = 99
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(request.get("env", {}))
+        if "call" in request:
+            code = _call(request)
+        else:
+            import tfps_runtime.training
+
+            code = tfps_runtime.training.main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _call(request: dict[str, Any]) -> int:
+    import traceback
+
+    try:
+        value = globals()[request["call"]](*request["args"])
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    Path(request["answer"]).write_text(json.dumps(value))
+    return 0
+
+
+@dataclass
+class Process:
+    pid: int
+    log_path: Path
+    exits: dict[int, int]
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal, None while it runs."""
+        return self.exits.get(self.pid)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    def wait(self, secs: float = 30.0) -> int:
+        until(lambda: self.code is not None, secs, f"{self.log_path} still runs\n{self.log[-4000:]}")
+        assert self.code is not None
+        return self.code
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def until(condition: Callable[[], object], secs: float, why: str) -> None:
+    deadline = time.monotonic() + secs
+    while not condition():
+        assert time.monotonic() < deadline, f"after {secs} s: {why}"
+        time.sleep(0.01)
+
+
+class Nursery:
+    """Talks to the process that forks."""
+
+    def __init__(self, log: Path) -> None:
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        self.exits: dict[int, int] = {}
+        self._forked: queue.Queue[int] = queue.Queue()
+        line = self._process.stdout.readline()
+        assert line, log.read_text()
+        self.greeting = json.loads(line)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "forked" in message:
+                self._forked.put(message["forked"])
+            else:
+                self.exits[message["exited"]] = message["code"]
+
+    def fork(self, log: Path, **request: Any) -> Process:
+        self._process.stdin.write(json.dumps({"log": str(log), **request}) + "\n")
+        self._process.stdin.flush()
+        return Process(self._forked.get(timeout=10), log, self.exits)
+
+    def call(self, function: Callable[..., Any], *args: Any, directory: Path) -> Any:
+        """Run a function of this module in a fork; gives what it returns (JSON), or fails with its traceback."""
+        name = f"{function.__name__}-{random.getrandbits(32):08x}"
+        answer = directory / f"{name}.json"
+        process = self.fork(directory / f"{name}.log", call=function.__name__, args=args, answer=str(answer))
+        assert process.wait() == 0, process.log
+        return json.loads(answer.read_text())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """The one process that has imported TensorFlow."""
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield nursery
+    nursery.close()
+
+
+# --- clusters --------------------------------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@dataclass
+class Training:
+    """A cluster on loopback, without an agent: the test starts, kills and restarts its tasks."""
+
+    forks: Nursery
+    directory: Path
+    fields: dict[str, Any]
+    cluster: dict[str, list[str]]
+    tasks: dict[str, Process] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def start(self, *tasks: str) -> None:
+        for task in tasks:
+            self.attempts[task] = attempt = self.attempts.get(task, -1) + 1
+            place = self.directory / task.replace(":", "-")
+            place.mkdir(exist_ok=True)
+            context = TaskContext(
+                task=task,
+                host="local",
+                cluster=self.cluster,
+                chief=CHIEF,
+                checkpoint=CheckpointOptions(
+                    directory=str(self.checkpoints),
+                    save_checkpoint_secs=self.fields.get("save_checkpoint_secs", 60.0),
+                    save_summaries_secs=1.0,
+                ),
+                progress_path=str(place / "progress.jsonl"),
+                result_path=str(place / "result.json"),
+                attempt=attempt,
+                **{k: v for k, v in self.fields.items() if k != "save_checkpoint_secs"},
+            )
+            (place / "context.json").write_text(context.dumps())
+            env = {"TFPS_CONTEXT": str(place / "context.json")}
+            self.tasks[task] = self.forks.fork(place / f"log-{attempt}", env=env)
+
+    def start_all(self) -> None:
+        self.start(*(f"{role}:{i}" for role, addresses in self.cluster.items() for i in range(len(addresses))))
+
+    def kill(self, task: str) -> None:
+        self.tasks[task].signal(signal.SIGKILL)
+        self.tasks[task].wait()
+
+    def progress(self, task: str) -> list[Progress]:
+        path = self.directory / task.replace(":", "-") / "progress.jsonl"
+        return [Progress.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def step(self, task: str) -> int:
+        return self.progress(task)[-1].global_step if self.progress(task) else -1
+
+    def await_step(self, task: str, step: int, secs: float = 20.0) -> None:
+        until(
+            lambda: self.step(task) >= step,
+            secs,
+            f"{task} is at {self.step(task)}, not {step}\n" + "\n".join(f"{t}\n{p.log[-1500:]}" for t, p in self.tasks.items()),
+        )
+
+    @property
+    def result(self) -> Result:
+        return Result.loads((self.directory / "worker-0" / "result.json").read_text())
+
+
+@pytest.fixture
+def train(forks, tmp_path):
+    """Make trainings; whatever they started is gone afterwards."""
+    made: list[Training] = []
+
+    def make(program: Path | str = LINEAR_REGRESSION, *, ps: int = 1, workers: int = 2, **fields: Any) -> Training:
+        directory = tmp_path / f"training-{len(made)}"
+        directory.mkdir()
+        if isinstance(program, str):
+            (directory / "program.py").write_text(textwrap.dedent(program))
+            program = directory / "program.py"
+        ports = [f"127.0.0.1:{port}" for port in free_ports(ps + workers)]
+        cluster = {"ps": ports[:ps], "worker": ports[ps:]} if ps else {"worker": ports}
+        fields = {"program": str(program), "seed": 7, "mode": "async", **fields}
+        made.append(Training(forks, directory, fields, cluster))
+        return made[-1]
+
+    yield make
+    for training in made:
+        for process in training.tasks.values():
+            process.signal(signal.SIGKILL)
+    for training in made:
+        for process in training.tasks.values():
+            process.wait()
+
+
+both_modes = pytest.mark.parametrize("mode", ["async", "sync"])
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_harness_leaves_a_process_that_may_fork(forks):
+    """Importing the package starts no thread and does not wake TensorFlow's runtime."""
+    assert forks.greeting == {
+        "ready": True,
+        "new_threads": 0,
+        "python_threads": 1,
+        "is_runtime_initialised": False,
+        "imported": "tfps_runtime.training",
+    }
+
+
+@both_modes
+def test_a_cluster_finds_the_line_and_everybody_takes_part(train, mode):
+    """One ps and two workers reach weight 2 and bias 10, both workers from the start to the end."""
+    training = train(mode=mode, steps=300, hparams={"step_secs": 0.003}, ps=2)
+    training.start_all()
+    codes = [training.tasks[task].wait() for task in (CHIEF, WORKER)]
+    assert codes == [0, 0], training.tasks[CHIEF].log + training.tasks[WORKER].log
+    metrics = training.result.metrics
+    assert abs(metrics["weight"] - 2) < 0.1
+    assert abs(metrics["bias"] - 10) < 0.2
+    assert metrics["loss"] < 0.2
+    chief, worker = training.progress(CHIEF), training.progress(WORKER)
+    assert abs(chief[0].time - worker[0].time) < 1.5
+    if mode == "sync":
+        assert training.result.global_step == 300
+        assert chief[-1].local_step == worker[-1].local_step == 300
+    else:
+        assert 300 <= training.result.global_step <= 301
+        assert chief[-1].local_step + worker[-1].local_step == training.result.global_step
+        assert min(chief[-1].local_step, worker[-1].local_step) > 75
+    assert chief[-1].global_step >= 299
+    assert [record.global_step for record in chief] == sorted(record.global_step for record in chief)
+    assert chief[-1].steps_per_sec > 0
+    assert chief[-1].examples_per_sec > 0
+    assert training.result.checkpoint == str(training.checkpoints / f"model.ckpt-{training.result.global_step}")
+    assert Path(training.result.checkpoint + ".index").exists()
+    assert "/" not in (training.checkpoints / "checkpoint").read_text()
+    assert list(training.checkpoints.glob("events.out.tfevents.*"))
+    assert training.tasks["ps:0"].code is training.tasks["ps:1"].code is None
+
+
+@both_modes
+def test_a_killed_chief_takes_the_living_variables_up(train, mode):
+    """A chief that comes back goes on where the cluster stands; the other worker and the ps never restart."""
+    training = train(mode=mode, steps=100_000, hparams={"step_secs": 0.005}, save_checkpoint_secs=0.2)
+    training.start_all()
+    training.await_step(WORKER, 60)
+    training.kill(CHIEF)
+    before = training.step(CHIEF)
+    killed = time.time()
+    training.start(CHIEF)
+    training.await_step(CHIEF, before + 100)
+    back = next(record for record in training.progress(CHIEF) if record.time > killed)
+    assert back.global_step > before
+    assert back.time - killed < 3
+    assert "variables are alive at global step" in training.tasks[CHIEF].log
+    training.await_step(WORKER, training.step(CHIEF))
+    assert training.tasks[WORKER].code is None
+    assert training.attempts == {PS: 0, CHIEF: 1, WORKER: 0}
+
+
+@both_modes
+def test_a_killed_ps_costs_no_more_than_the_steps_since_the_last_checkpoint(train, mode):
+    """When the ps is back the same workers go on from the last checkpoint, within seconds."""
+    training = train(mode=mode, steps=100_000, hparams={"step_secs": 0.005}, save_checkpoint_secs=0.3)
+    training.start_all()
+    until(lambda: list(training.checkpoints.glob("*.meta")), 20, "no checkpoint")
+    training.await_step(WORKER, 100)
+    saved = max(int(path.stem.rpartition("-")[2]) for path in training.checkpoints.glob("*.index"))
+    training.kill(PS)
+    killed = time.time()
+    training.start(PS)
+    for task in (CHIEF, WORKER):
+        until(lambda task=task: training.progress(task)[-1].time > killed + 0.2, 10, f"{task} does not step again")
+    for task in (CHIEF, WORKER):
+        back = next(record for record in training.progress(task) if record.time > killed + 0.05)
+        assert back.time - killed < 4
+        assert back.global_step >= saved
+    training.await_step(WORKER, training.step(CHIEF) + 50)
+    assert "restored" in training.tasks[CHIEF].log
+    assert training.attempts == {PS: 1, CHIEF: 0, WORKER: 0}
+
+
+def test_training_without_synchronisation_goes_on_without_a_worker(train):
+    """An asynchronous worker that dies stops nobody."""
+    training = train(steps=400, hparams={"step_secs": 0.005})
+    training.start_all()
+    training.await_step(WORKER, 50)
+    training.kill(WORKER)
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    assert training.result.global_step == 400
+
+
+def test_synchronous_training_waits_for_a_lost_worker_and_goes_on_with_it(train):
+    """Without backup workers a missing worker halts the others, and its restart releases them."""
+    training = train(mode="sync", steps=300, hparams={"step_secs": 0.005})
+    training.start_all()
+    training.await_step(WORKER, 50)
+    training.kill(WORKER)
+    reached = training.step(WORKER)
+    training.start(WORKER)
+    assert [training.tasks[task].wait() for task in (CHIEF, WORKER)] == [0, 0]
+    assert training.result.global_step == 300
+    back = training.tasks[WORKER].log
+    assert "step 300" in back, back
+    assert training.progress(WORKER)[-1].local_step <= 300 - reached
+
+
+def test_a_backup_worker_makes_up_for_a_slow_one(train):
+    """With two of three gradients per update nobody waits for the slowest worker."""
+    program = """
+        import time, numpy as np
+        import tensorflow.compat.v1 as tf
+        from tfps_runtime.training import Model
+
+        def input_fn(mode, params, shard):
+            if mode == "eval":
+                return None
+            def batches():
+                while True:
+                    time.sleep(0.5 if shard.index == 2 else 0.005)
+                    yield np.ones([4], np.float32), np.ones([4], np.float32)
+            return batches()
+
+        def model_fn(features, labels, mode, params):
+            w = tf.get_variable("w", [])
+            return Model(loss=tf.reduce_mean((w * features - labels) ** 2), optimizer=tf.train.AdamOptimizer(0.01))
+    """
+    training = train(program, mode="sync", workers=3, steps=100, replicas_to_aggregate=2)
+    training.start_all()
+    assert [training.tasks[task].wait() for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
+    first, last = training.progress(CHIEF)[0], training.progress(CHIEF)[-1]
+    assert last.global_step == 100
+    assert last.time - first.time < 10  # one update for each of the slow worker's steps would take 50 s
+    assert training.result.metrics == {}
+
+
+AVERAGING = """
+    import numpy as np
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.training import Model
+
+    def input_fn(mode, params, shard):
+        return tf.data.Dataset.from_tensors(tf.ones([4])).repeat(1 if mode == "eval" else None)
+
+    def model_fn(features, labels, mode, params):
+        # The gradient is 1 everywhere, so that after t updates the weight is -t.
+        w = tf.get_variable("w", [], initializer=tf.zeros_initializer())
+        return Model(
+            loss=tf.reduce_mean(w * features),
+            optimizer=tf.train.GradientDescentOptimizer(1.0),
+            metrics={"w": w},
+            moving_average_decay=0.5,
+        )
+"""
+
+
+@both_modes
+def test_evaluation_uses_the_moving_averages(train, forks, mode):
+    """The evaluated weight is the average that the checkpoint holds, not the trained weight."""
+    training = train(AVERAGING, mode=mode, steps=40)
+    training.start_all()
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    values = forks.call(read_checkpoint, training.result.checkpoint, directory=training.directory)
+    assert training.result.metrics["w"] == pytest.approx(values["w/ExponentialMovingAverage"])
+    assert values["w"] < training.result.metrics["w"] < 0
+    if mode == "sync":
+        assert values["w"] == -40
+        # An average with decay 1/2 of ..., -39, -40 lags one behind.
+        assert values["w/ExponentialMovingAverage"] == pytest.approx(-39, abs=0.01)
+
+
+def read_checkpoint(prefix: str) -> dict[str, float]:
+    import tensorflow.compat.v1 as tf
+
+    reader = tf.train.load_checkpoint(prefix)
+    names = reader.get_variable_to_shape_map()
+    assert not any("tfps" in name for name in names), names
+    return {name: float(reader.get_tensor(name)) for name in names}
+
+
+def test_a_loss_that_is_not_a_number_ends_the_training_and_names_the_step(train):
+    """NaN fails the task with exit code 1 and a last line that says where; no checkpoint is left of it."""
+    training = train(steps=5000, hparams={"learning_rate": 1e20})
+    training.start_all()
+    assert training.tasks[CHIEF].wait() == 1
+    last = training.tasks[CHIEF].log.strip().splitlines()[-1]
+    assert "NotFiniteError: the loss is " in last
+    assert "at global step " in last
+    assert not list(training.checkpoints.glob("*.index"))
+
+
+@both_modes
+def test_a_chief_asked_to_stop_saves_and_leaves(train, mode):
+    """SIGTERM makes the chief save its last step and leave with "try again"; a waiting worker just leaves."""
+    training = train(mode=mode, steps=100_000, hparams={"step_secs": 0.005})
+    training.start_all()
+    training.await_step(WORKER, 50)
+    training.tasks[CHIEF].signal(signal.SIGTERM)
+    assert training.tasks[CHIEF].wait(5) == 75
+    saved = [int(path.stem.rpartition("-")[2]) for path in training.checkpoints.glob("*.index")]
+    assert saved == [training.step(CHIEF)] or (mode == "async" and 0 <= saved[0] - training.step(CHIEF) < 10)
+    assert not (training.directory / "worker-0" / "result.json").exists()
+    training.tasks[WORKER].signal(signal.SIGTERM)
+    assert training.tasks[WORKER].wait(5) == 75
+
+
+def test_a_chief_that_waits_for_others_can_be_stopped(train):
+    """SIGTERM reaches a synchronous chief that blocks because a worker is missing."""
+    training = train(mode="sync", steps=100_000)
+    training.start_all()
+    training.await_step(WORKER, 20)
+    training.kill(WORKER)
+    reached = training.step(WORKER)
+    training.tasks[CHIEF].signal(signal.SIGTERM)
+    assert training.tasks[CHIEF].wait(5) == 75
+    saved = [int(path.stem.rpartition("-")[2]) for path in training.checkpoints.glob("*.index")]
+    assert len(saved) == 1
+    assert saved[0] >= reached
+
+
+def test_a_chief_that_waits_for_its_ps_can_be_stopped(train):
+    """SIGTERM ends a chief that has no ps and no session, where TensorFlow itself blocks without end."""
+    training = train(steps=100, grace_secs=1.0)
+    training.start(CHIEF)
+    until(lambda: "is replica 0" in training.tasks[CHIEF].log, 10, "the chief did not start")
+    training.tasks[CHIEF].signal(signal.SIGTERM)
+    assert training.tasks[CHIEF].wait(5) == 75
+
+
+FINITE = """
+    import numpy as np
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.training import Model
+
+    def input_fn(mode, params, shard):
+        n = 5 if mode == "eval" else params["batches"][shard.index]
+        return ((np.ones([2], np.float32), None) for _ in range(n))
+
+    def model_fn(features, labels, mode, params):
+        w = tf.get_variable("w", [], initializer=tf.zeros_initializer())
+        return Model(loss=tf.reduce_mean((w - features) ** 2), optimizer=tf.train.GradientDescentOptimizer(0.1))
+"""
+
+
+@both_modes
+@pytest.mark.parametrize("batches", [[20, 60], [60, 20]])
+def test_training_without_a_step_limit_ends_with_its_input(train, mode, batches):
+    """Async: every batch of both shards counts. Sync: the shorter shard ends it for both. Nobody hangs."""
+    training = train(FINITE, mode=mode, hparams={"batches": batches})
+    training.start_all()
+    assert [training.tasks[task].wait(15) for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
+    assert training.result.global_step == (80 if mode == "async" else 20)
+
+
+def test_replicas_draw_different_random_numbers(train):
+    """Forked workers share no random numbers: Python's, NumPy's, TensorFlow's and the shard's seed all differ."""
+    program = """
+        import random, numpy as np
+        import tensorflow.compat.v1 as tf
+        from tfps_runtime.training import Model
+
+        class Show(tf.train.SessionRunHook):
+            def begin(self):
+                self.noise = tf.random_uniform([])
+                self.is_shown = False
+            def after_create_session(self, session, coord):
+                print("drawn", random.random(), np.random.rand(), session.run(self.noise), flush=True)
+
+        def input_fn(mode, params, shard):
+            print("seed", shard.seed, flush=True)
+            return tf.zeros([2]), None
+
+        def model_fn(features, labels, mode, params):
+            w = tf.get_variable("w", [])
+            optimizer = tf.train.GradientDescentOptimizer(0.1)
+            return Model(loss=tf.reduce_mean(w + features), optimizer=optimizer, hooks=[Show()])
+    """
+    training = train(program, mode="sync", steps=100_000)
+    training.start_all()
+    training.await_step(WORKER, 1)
+    lines = {}
+    for task in (CHIEF, WORKER):
+        log = training.tasks[task].log.splitlines()
+        lines[task] = [next(line for line in log if line.startswith(word)).split() for word in ("seed", "drawn")]
+    (chief_seed, chief_drawn), (worker_seed, worker_drawn) = lines[CHIEF], lines[WORKER]
+    assert chief_seed != worker_seed
+    assert all(a != b for a, b in zip(chief_drawn[1:], worker_drawn[1:], strict=True)), lines
+
+
+def test_a_worker_may_come_long_before_the_chief(train):
+    """Workers that are started first wait for the chief's variables, and then all step together."""
+    training = train(mode="sync", steps=200)
+    training.start(PS, WORKER)
+    until(lambda: "is replica 1 of 2" in training.tasks[WORKER].log, 10, "the worker did not start")
+    training.start(CHIEF)
+    assert [training.tasks[task].wait() for task in (CHIEF, WORKER)] == [0, 0]
+    assert training.progress(WORKER)[-1].local_step == 200
+
+
+def test_a_finished_training_started_again_only_evaluates(train):
+    """A chief that finds its steps done trains nothing and gives the same result."""
+    training = train(ps=0, workers=1, steps=100)
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    first, records = training.result, len(training.progress(CHIEF))
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 0
+    assert training.result == first
+    assert len(training.progress(CHIEF)) == records
+    assert "nothing left to train" in training.tasks[CHIEF].log
+
+
+def test_start_from_takes_weights_and_counts_from_zero(train):
+    """`start_from` brings the weights of another training's checkpoint, not its global step."""
+    first = train(ps=0, workers=1, steps=300)
+    first.start(CHIEF)
+    assert first.tasks[CHIEF].wait() == 0
+    second = train(steps=5, hparams={"learning_rate": 0.0}, start_from=str(first.checkpoints))
+    second.start_all()
+    assert second.tasks[CHIEF].wait() == 0, second.tasks[CHIEF].log
+    assert second.result.global_step in {5, 6}
+    assert second.result.metrics == pytest.approx(first.result.metrics)
+
+
+@both_modes
+def test_digits_are_recognised(train, digits, mode):
+    """The bundled digits program reaches 93 % on held-out images with two workers."""
+    training = train(DIGITS, mode=mode, steps=200, inputs=digits)
+    training.start_all()
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    assert training.result.metrics["accuracy"] >= 0.93
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> dict[str, str]:
+    """scikit-learn's digits as the program's inputs."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x, y = data.data[order], data.target[order]
+    paths = {}
+    for name, part in (("train", slice(0, 1400)), ("eval", slice(1400, None))):
+        paths[name] = str(tmp_path_factory.mktemp(name))
+        np.savez(Path(paths[name]) / "digits.npz", x=x[part], y=y[part])
+    return paths
+
+
+def test_the_same_program_runs_in_one_process(forks, tmp_path):
+    """`run_local` trains without a cluster, keeps checkpoints where asked, and goes on from them."""
+    results = forks.call(local_twice, str(LINEAR_REGRESSION), str(tmp_path / "checkpoints"), directory=tmp_path)
+    assert [each["global_step"] for each in results] == [200, 400]
+    assert results[1]["checkpoint"] == str(tmp_path / "checkpoints" / "model.ckpt-400")
+    assert abs(results[1]["metrics"]["weight"] - 2) < 0.1
+    assert abs(results[1]["metrics"]["bias"] - 10) < 0.2
+    assert (tmp_path / "checkpoints" / "model.ckpt-200.index").exists()
+
+
+def local_twice(program: str, directory: str) -> list[Any]:
+    from tfps_runtime.training import run_local
+
+    return [run_local(program, steps=steps, checkpoint_dir=directory, seed=3).to_json() for steps in (200, 400)]
+
+
+def test_variables_are_spread_by_bytes_and_everything_else_stays(forks, tmp_path):
+    """Large variables alternate between ps; small ones fill up; local variables and input stay on the replica."""
+    devices = forks.call(placed, directory=tmp_path)
+    assert devices["large_1"] == "/job:ps/replica:0/task:0/device:CPU:0"
+    assert devices["large_2"] == devices["small"] == "/job:ps/replica:0/task:1/device:CPU:0"
+    assert devices["slot"] == devices["large_1"]
+    assert devices["local"] == devices["accuracy"] == "/job:worker/task:1"
+    assert devices["input"] == "/job:worker/task:1/device:CPU:0"
+    assert devices["filters"] == ["/job:ps", "/job:worker/task:1"]
+
+
+def placed() -> dict[str, Any]:
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.protocol import Task
+    from tfps_runtime.training.cluster import Cluster
+
+    tf.disable_v2_behavior()
+    hosts = {"ps": ["a:1", "b:1"], "worker": ["a:2", "b:2"]}
+    cluster = Cluster(Task("worker", 1), Task("worker", 0), hosts)
+    with cluster.input_device():
+        x = tf.zeros([1])
+    with cluster.placement():
+        large_1 = tf.get_variable("large_1", [1000])
+        large_2 = tf.get_variable("large_2", [900])
+        small = tf.get_variable("small", [10])
+        local = tf.get_variable("local", [1000], collections=[tf.GraphKeys.LOCAL_VARIABLES])
+        tf.metrics.accuracy(tf.zeros([1]), x)
+        optimizer = tf.train.AdamOptimizer()
+        optimizer.minimize(tf.reduce_sum(large_1) + tf.reduce_sum(large_2))
+    devices = {"large_1": large_1, "large_2": large_2, "small": small, "local": local, "input": x}
+    devices["accuracy"] = next(v for v in tf.local_variables() if "accuracy" in v.name)
+    devices["slot"] = optimizer.get_slot(large_1, "m")
+    config = cluster.config({"allowSoftPlacement": True})
+    return {"filters": list(config.device_filters), **{name: each.device for name, each in devices.items()}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"program": "/nowhere.py"}, "/nowhere.py: no such Python file"),
+        ({"program": __file__}, "no function input_fn"),
+        ({"session": {"allowSoftPlacment": True}}, "the job's session options"),
+        ({"replication": "in_graph"}, "model_fn programs train between_graph"),
+        ({"mode": "sync", "replicas_to_aggregate": 3}, "replicas_to_aggregate is 3, but there are 1 replicas"),
+    ],
+)
+def test_what_cannot_work_is_said_in_the_last_line(train, fields, message):
+    """A job that cannot work ends its task with code 1; the last line of the log says why."""
+    training = train(ps=0, workers=1, steps=5, **fields)
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 1
+    assert message in training.tasks[CHIEF].log.strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    nursery()
