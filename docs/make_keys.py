@@ -24,8 +24,8 @@ PAGE = Path(__file__).with_name("keys.md")
 HEAD = """\
 # Keys
 
-Made by `docs/make_keys.py` from the code; change the docstrings there. Every fault of a file is reported at once,
-each with its path.
+Made by `docs/make_keys.py` from the code; change the docstrings there. Every fault of a file is reported at
+once, each with its path.
 """
 
 JOB = "`roles`, `checkpoint` and `timeouts` have tables of their own below."
@@ -42,7 +42,7 @@ In `args`, `command` and `env` these are replaced, and all other braces are left
 | `{task_index}` | its index |
 | `{task}` | both, like `worker:1` |
 | `{host}` | its host's name in the inventory |
-| `{ps_hosts}`, `{worker_hosts}`, `{<role>_hosts}` | `address:port` of the role's TF tasks, with commas between |
+| `{ps_hosts}`, `{worker_hosts}`, `{<role>_hosts}` | `address:port` of the role, with commas between |
 | `{checkpoint_dir}` | the training's checkpoint directory |
 | `{steps}` | the job's `steps` |
 | `{inputs.NAME}` | the path of that input on the host |

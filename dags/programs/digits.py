@@ -66,6 +66,8 @@ def model_fn(features, labels, mode, params):
 
 def _layer(name, inputs, size, units):
     with tf.variable_scope(name):
-        weights = tf.get_variable("weights", [size, units], initializer=tf.truncated_normal_initializer(stddev=0.1))
+        weights = tf.get_variable(
+            "weights", [size, units], initializer=tf.truncated_normal_initializer(stddev=0.1)
+        )
         biases = tf.get_variable("biases", [units], initializer=tf.constant_initializer(0.1))
     return tf.matmul(inputs, weights) + biases

@@ -69,7 +69,7 @@ def clean_environment(extra: Dict[str, str]) -> Dict[str, str]:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         }
     )
-    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.update(extra)
     return env
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -35,16 +36,23 @@ if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
     atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"], ignore_errors=True)
 
+T = TypeVar("T")
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
-def wait_until[T](condition: Callable[[], T], what: str, secs: float = 20.0) -> T:
+def wait_until(condition: Callable[[], T], what: str, secs: float = 20.0) -> T:
     """Poll until `condition` returns something true, and return it."""
     deadline = time.monotonic() + secs
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {secs:g} s: {what}"
         time.sleep(0.02)
     return result
+
+
+@pytest.fixture(name="wait_until", scope="session")
+def _wait_until() -> Callable[..., object]:
+    return wait_until
 
 
 def conn_variable(name: str) -> str:
@@ -65,7 +73,9 @@ def embedded_hosts(tmp_path_factory) -> Iterator[Callable[..., dict[str, DemoHos
             )
             stack.callback(process.wait, 20)
             stack.callback(process.terminate)
-            wait_until(lambda: (home / "hosts.json").exists() or process.poll() is not None, "demo hosts start")
+            wait_until(
+                lambda: (home / "hosts.json").exists() or process.poll() is not None, "demo hosts start"
+            )
             hosts = read_hosts(home)
             for name, host in hosts.items():
                 environment.setenv(conn_variable(name), json.dumps(connection_json(host)))

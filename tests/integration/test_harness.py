@@ -242,7 +242,9 @@ class Training:
             self.tasks[task] = self.forks.fork(place / f"log-{attempt}", env=env)
 
     def start_all(self) -> None:
-        self.start(*(f"{role}:{i}" for role, addresses in self.cluster.items() for i in range(len(addresses))))
+        self.start(
+            *(f"{role}:{i}" for role, addresses in self.cluster.items() for i in range(len(addresses)))
+        )
 
     def kill(self, task: str) -> None:
         self.tasks[task].signal(signal.SIGKILL)
@@ -259,7 +261,8 @@ class Training:
         until(
             lambda: self.step(task) >= step,
             secs,
-            f"{task} is at {self.step(task)}, not {step}\n" + "\n".join(f"{t}\n{p.log[-1500:]}" for t, p in self.tasks.items()),
+            f"{task} is at {self.step(task)}, not {step}\n"
+            + "\n".join(f"{t}\n{p.log[-1500:]}" for t, p in self.tasks.items()),
         )
 
     @property
@@ -272,7 +275,9 @@ def train(forks, tmp_path):
     """Make trainings; whatever they started is gone afterwards."""
     made: list[Training] = []
 
-    def make(program: Path | str = LINEAR_REGRESSION, *, ps: int = 1, workers: int = 2, **fields: Any) -> Training:
+    def make(
+        program: Path | str = LINEAR_REGRESSION, *, ps: int = 1, workers: int = 2, **fields: Any
+    ) -> Training:
         directory = tmp_path / f"training-{len(made)}"
         directory.mkdir()
         if isinstance(program, str):
@@ -334,7 +339,9 @@ def test_a_cluster_finds_the_line_and_everybody_takes_part(train, mode):
     assert [record.global_step for record in chief] == sorted(record.global_step for record in chief)
     assert chief[-1].steps_per_sec > 0
     assert chief[-1].examples_per_sec > 0
-    assert training.result.checkpoint == str(training.checkpoints / f"model.ckpt-{training.result.global_step}")
+    assert training.result.checkpoint == str(
+        training.checkpoints / f"model.ckpt-{training.result.global_step}"
+    )
     assert Path(training.result.checkpoint + ".index").exists()
     assert "/" not in (training.checkpoints / "checkpoint").read_text()
     assert list(training.checkpoints.glob("events.out.tfevents.*"))
@@ -373,7 +380,11 @@ def test_a_killed_ps_costs_no_more_than_the_steps_since_the_last_checkpoint(trai
     killed = time.time()
     training.start(PS)
     for task in (CHIEF, WORKER):
-        until(lambda task=task: training.progress(task)[-1].time > killed + 0.2, 10, f"{task} does not step again")
+        until(
+            lambda task=task: training.progress(task)[-1].time > killed + 0.2,
+            10,
+            f"{task} does not step again",
+        )
     for task in (CHIEF, WORKER):
         back = next(record for record in training.progress(task) if record.time > killed + 0.05)
         assert back.time - killed < 4
@@ -501,7 +512,8 @@ def test_a_chief_asked_to_stop_saves_and_leaves(train, mode):
     training.tasks[CHIEF].signal(signal.SIGTERM)
     assert training.tasks[CHIEF].wait(5) == 75
     saved = [int(path.stem.rpartition("-")[2]) for path in training.checkpoints.glob("*.index")]
-    assert saved == [training.step(CHIEF)] or (mode == "async" and 0 <= saved[0] - training.step(CHIEF) < 10)
+    assert len(saved) == 1
+    assert 0 <= saved[0] - training.step(CHIEF) < 10  # the others may step meanwhile
     assert not (training.directory / "worker-0" / "result.json").exists()
     training.tasks[WORKER].signal(signal.SIGTERM)
     assert training.tasks[WORKER].wait(5) == 75
@@ -584,7 +596,9 @@ def test_replicas_draw_different_random_numbers(train):
     lines = {}
     for task in (CHIEF, WORKER):
         log = training.tasks[task].log.splitlines()
-        lines[task] = [next(line for line in log if line.startswith(word)).split() for word in ("seed", "drawn")]
+        lines[task] = [
+            next(line for line in log if line.startswith(word)).split() for word in ("seed", "drawn")
+        ]
     (chief_seed, chief_drawn), (worker_seed, worker_drawn) = lines[CHIEF], lines[WORKER]
     assert chief_seed != worker_seed
     assert all(a != b for a, b in zip(chief_drawn[1:], worker_drawn[1:], strict=True)), lines
@@ -652,7 +666,9 @@ def digits(tmp_path_factory) -> dict[str, str]:
 
 def test_the_same_program_runs_in_one_process(forks, tmp_path):
     """`run_local` trains without a cluster, keeps checkpoints where asked, and goes on from them."""
-    results = forks.call(local_twice, str(LINEAR_REGRESSION), str(tmp_path / "checkpoints"), directory=tmp_path)
+    results = forks.call(
+        local_twice, str(LINEAR_REGRESSION), str(tmp_path / "checkpoints"), directory=tmp_path
+    )
     assert [each["global_step"] for each in results] == [200, 400]
     assert results[1]["checkpoint"] == str(tmp_path / "checkpoints" / "model.ckpt-400")
     assert abs(results[1]["metrics"]["weight"] - 2) < 0.1
@@ -663,14 +679,16 @@ def test_the_same_program_runs_in_one_process(forks, tmp_path):
 def local_twice(program: str, directory: str) -> list[Any]:
     from tfps_runtime.training import run_local
 
-    return [run_local(program, steps=steps, checkpoint_dir=directory, seed=3).to_json() for steps in (200, 400)]
+    return [
+        run_local(program, steps=steps, checkpoint_dir=directory, seed=3).to_json() for steps in (200, 400)
+    ]
 
 
 def test_variables_are_spread_by_bytes_and_everything_else_stays(forks, tmp_path):
     """Large variables alternate between ps; small ones fill up; local variables and input stay on the replica."""
     devices = forks.call(placed, directory=tmp_path)
-    assert devices["large_1"] == "/job:ps/replica:0/task:0/device:CPU:0"
-    assert devices["large_2"] == devices["small"] == "/job:ps/replica:0/task:1/device:CPU:0"
+    assert devices["large_1"] == "/job:ps/task:0/device:CPU:0"
+    assert devices["large_2"] == devices["small"] == "/job:ps/task:1/device:CPU:0"
     assert devices["slot"] == devices["large_1"]
     assert devices["local"] == devices["accuracy"] == "/job:worker/task:1"
     assert devices["input"] == "/job:worker/task:1/device:CPU:0"
@@ -705,11 +723,14 @@ def placed() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"program": "/nowhere.py"}, "/nowhere.py: no such Python file"),
-        ({"program": __file__}, "no function input_fn"),
+        ({"program": Path("/nowhere.py")}, "/nowhere.py: no such Python file"),
+        ({"program": Path(__file__)}, "no function input_fn"),
         ({"session": {"allowSoftPlacment": True}}, "the job's session options"),
         ({"replication": "in_graph"}, "model_fn programs train between_graph"),
-        ({"mode": "sync", "replicas_to_aggregate": 3}, "replicas_to_aggregate is 3, but there are 1 replicas"),
+        (
+            {"mode": "sync", "replicas_to_aggregate": 3},
+            "replicas_to_aggregate is 3, but there are 1 replicas",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_in_the_last_line(train, fields, message):

@@ -35,13 +35,18 @@ class Checkpoints:
         # Unsharded, tensors come to the chief, whose disk alone gets the files. Sharded, each ps writes its part to
         # its own disk, which is of use only if that is everybody's disk.
         self._saver = tf.train.Saver(
-            sharded=options.sharded, max_to_keep=options.max_to_keep, save_relative_paths=True, name="tfps/save"
+            sharded=options.sharded,
+            max_to_keep=options.max_to_keep,
+            save_relative_paths=True,
+            name="tfps/save",
         )
         self._warm = _WarmStart(start_from) if start_from is not None else None
         os.makedirs(self.directory, exist_ok=True)
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise ProgramError(f"the checkpoint directory {self.directory} is not writable")
-        self._saver.recover_last_checkpoints(self._existing())  # max_to_keep counts those of an earlier process too
+        self._saver.recover_last_checkpoints(
+            self._existing()
+        )  # max_to_keep counts those of an earlier process too
 
     def restore(self, session: Any) -> None:
         """Load the newest checkpoint, or else the weights to start from, or leave the variables as they are.

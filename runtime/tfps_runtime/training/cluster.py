@@ -1,9 +1,9 @@
 """The cluster as one TF task sees it: its server, whom it talks to, and what is placed where.
 
-    cluster = Cluster.from_context(context)
-    server = cluster.start_server(cluster.config(context.session))
-    with cluster.placement():
-        ...                         # variables go to the ps, everything else stays on this replica
+cluster = Cluster.from_context(context)
+server = cluster.start_server(cluster.config(context.session))
+with cluster.placement():
+    ...                         # variables go to the ps, everything else stays on this replica
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Cluster:
         try:
             json_format.ParseDict(dict(session), config)
         except json_format.ParseError as error:
-            raise ProgramError(f"the job's session options: {error}") from None
+            what = str(error).splitlines()[0]  # a list of all fields follows
+            raise ProgramError(f"the job's session options: {what}") from None
         if not self.is_local and not self.is_ps:
             config.device_filters[:] = [f"/job:{PS}", self.device]
         return config
@@ -178,5 +179,3 @@ def _is_listening(address: str, timeout_secs: float) -> bool:
             return True
     except OSError:
         return False
-
-

@@ -104,7 +104,9 @@ def _refuse_endless(session: Any, batches: Batches) -> None:
             raise ProgramError("the dataset for evaluation repeats for ever; leave repeat() to mode 'train'")
 
 
-def _run_over(session: Any, batches: Batches, tensors: Mapping[str, Any], updates: List[Any]) -> Dict[str, float]:
+def _run_over(
+    session: Any, batches: Batches, tensors: Mapping[str, Any], updates: List[Any]
+) -> Dict[str, float]:
     """Run over the whole input; gives the tensors' means over the examples."""
     examples = tf.convert_to_tensor(1 if batches.examples is None else batches.examples)
     fetches = (dict(tensors), examples, updates)

@@ -58,8 +58,8 @@ class _Named(Mapping[str, Any]):
 class Params(_Named):
     """The job's `hparams` as a read-only mapping; `inputs` holds the job's inputs as name -> local path.
 
-        rate = params["learning_rate"]
-        path = params.inputs["train"]
+    rate = params["learning_rate"]
+    path = params.inputs["train"]
     """
 
     inputs: Mapping[str, str]

@@ -72,7 +72,12 @@ class ProgressWriter:
         if now >= self._due:
             self._due = now + MIN_INTERVAL_SECS
             self._write()
-            self._since, self._since_step, self._since_waited, self._examples = now, global_step, waited_secs, 0
+            self._since, self._since_step, self._since_waited, self._examples = (
+                now,
+                global_step,
+                waited_secs,
+                0,
+            )
 
     def close(self) -> None:
         """Write the last step, if it is not written yet."""

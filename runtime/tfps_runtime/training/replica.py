@@ -63,7 +63,9 @@ def build_replica(
     """
     count, index = len(cluster.replicas), cluster.replica_index
     if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= count:
-        raise ProgramError(f"replicas_to_aggregate is {replicas_to_aggregate}, but there are {count} replicas")
+        raise ProgramError(
+            f"replicas_to_aggregate is {replicas_to_aggregate}, but there are {count} replicas"
+        )
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(seed)
         with cluster.input_device():
@@ -77,7 +79,9 @@ def build_replica(
             mark_ended = tf.scatter_update(ended, index, 1)
             synchroniser = None
             if replicas_to_aggregate is None:
-                step = _apply(model.optimizer, gradients, global_step, averages, averaged, is_chief=cluster.is_chief)
+                step = _apply(
+                    model.optimizer, gradients, global_step, averages, averaged, is_chief=cluster.is_chief
+                )
             else:
                 synchroniser = Synchroniser(
                     model.optimizer,
@@ -89,7 +93,11 @@ def build_replica(
                 synchroniser.build(gradients, averages, averaged)
                 step = synchroniser.push_and_wait
             with tf.control_dependencies([step]):
-                fetches = {"step": tf.identity(step), "loss": model.loss, "ended": tf.identity(ended.read_value())}
+                fetches = {
+                    "step": tf.identity(step),
+                    "loss": model.loss,
+                    "ended": tf.identity(ended.read_value()),
+                }
             if batches.examples is not None:
                 fetches["examples"] = tf.convert_to_tensor(batches.examples)
             tf.summary.scalar("loss", model.loss)
@@ -130,7 +138,9 @@ def _identity(gradient: Any) -> Any:
 def _moving_averages(model: Model, global_step: Any) -> Tuple[Any, List[Any]]:
     if model.moving_average_decay is None:
         return None, []
-    return tf.train.ExponentialMovingAverage(model.moving_average_decay, global_step), tf.trainable_variables()
+    return tf.train.ExponentialMovingAverage(
+        model.moving_average_decay, global_step
+    ), tf.trainable_variables()
 
 
 def _apply(

@@ -50,7 +50,9 @@ class StopRequest:
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: self._requested.set())
-        threading.Thread(target=self._listen, args=(reader, patience_secs), name="tfps-stop", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(reader, patience_secs), name="tfps-stop", daemon=True
+        ).start()
 
     def _listen(self, reader: socket.socket, patience_secs: float) -> None:
         while signal.SIGTERM not in reader.recv(64):

@@ -48,7 +48,9 @@ class Synchroniser:
         global_step: the variable.
     """
 
-    def __init__(self, optimizer: Any, *, replicas: int, aggregate: int, index: int, global_step: Any) -> None:
+    def __init__(
+        self, optimizer: Any, *, replicas: int, aggregate: int, index: int, global_step: Any
+    ) -> None:
         self._optimizer = optimizer
         self._aggregate = aggregate
         self._global_step = global_step
@@ -63,7 +65,8 @@ class Synchroniser:
         )
         with tf.device(global_step.device):
             self._queues = [
-                tf.FIFOQueue(-1, self._type, shapes=(), shared_name=f"tfps/tokens_{i}") for i in range(replicas)
+                tf.FIFOQueue(-1, self._type, shapes=(), shared_name=f"tfps/tokens_{i}")
+                for i in range(replicas)
             ]
             self.wake_up = self._give(tf.constant(WAKE_UP, self._type))
         self._tokens = self._queues[index]
@@ -171,7 +174,9 @@ class SyncWorkerHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFl
 class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
     """Runs the chief's updates in a thread, up to global step `steps` exactly, in each new session."""
 
-    def __init__(self, synchroniser: Synchroniser, global_step: Any, steps: Optional[int], stop: StopRequest) -> None:
+    def __init__(
+        self, synchroniser: Synchroniser, global_step: Any, steps: Optional[int], stop: StopRequest
+    ) -> None:
         self._synchroniser = synchroniser
         self._global_step = global_step
         self._steps = steps
@@ -197,7 +202,10 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
         while not coord.should_stop() and (self._steps is None or step < self._steps):
             try:
                 step = int(update())
-            except (tf.errors.OpError, RuntimeError) as error:  # RuntimeError: the session was closed meanwhile
+            except (
+                tf.errors.OpError,
+                RuntimeError,
+            ) as error:  # RuntimeError: the session was closed meanwhile
                 if not coord.should_stop():
                     coord.request_stop(_as_recoverable(error))
                     self._wake_up(session)  # this process and its peers may wait on a ps that still lives

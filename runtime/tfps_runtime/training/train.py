@@ -1,7 +1,7 @@
 """Train: the loop, and what a TF task does around it.
 
-    code = run(context)         # in a process forked for one TF task
-    result = run_local("dags/programs/linear_regression.py", steps=500)
+code = run(context)         # in a process forked for one TF task
+result = run_local("dags/programs/linear_regression.py", steps=500)
 """
 
 from __future__ import annotations
@@ -297,7 +297,9 @@ def _hooks(
         hooks += [
             CheckpointHook(checkpoints, replica.global_step, options.save_checkpoint_secs),
             tf.train.SummarySaverHook(
-                save_secs=options.save_summaries_secs, output_dir=options.directory, summary_op=replica.summary
+                save_secs=options.save_summaries_secs,
+                output_dir=options.directory,
+                summary_op=replica.summary,
             ),
             tf.train.StepCounterHook(
                 every_n_steps=None, every_n_secs=options.save_summaries_secs, output_dir=options.directory
@@ -322,7 +324,9 @@ def _result(context: TaskContext, program: Program, checkpoints: Checkpoints) ->
     metrics = evaluate(
         program, checkpoint, context.hparams, context.inputs, session=context.session, seed=context.seed or 0
     )
-    _log.info("evaluated %s: %s", checkpoint, ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+    _log.info(
+        "evaluated %s: %s", checkpoint, ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    )
     return Result(int(checkpoint.rpartition("-")[2]), checkpoint, metrics)
 
 
