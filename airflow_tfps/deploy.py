@@ -11,7 +11,6 @@ import io
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import tfps_runtime
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from airflow_tfps.spec import JobSpec
 
 _ENTRY = "import sys\n\nfrom tfps_runtime.__main__ import main\n\nsys.exit(main())\n"
@@ -85,17 +86,23 @@ class Blob:
 
     def request(self, workdir: str) -> dict[str, Any]:
         """The request of the on-host command `put`."""
-        return {"workdir": workdir, "name": self.name, "sha256": self.sha256, "size": self.size, "kind": self.kind}
+        return {
+            "workdir": workdir,
+            "name": self.name,
+            "sha256": self.sha256,
+            "size": self.size,
+            "kind": self.kind,
+        }
 
     def content(self) -> bytes:
         """The bytes to send. Reads the whole file."""
         source = _open(self.path)
-        return _archive(source) if self.kind == "tar" else source.read_bytes()  # type: ignore[no-any-return]
+        return _archive(source) if self.kind == "tar" else source.read_bytes()
 
 
 def _open(path: str) -> Any:
     if "://" in path and not path.startswith("file://"):
-        from airflow.sdk import ObjectStoragePath  # noqa: PLC0415  heavy, and only for URLs
+        from airflow.sdk import ObjectStoragePath
 
         return ObjectStoragePath(path)
     return Path(path.removeprefix("file://"))

@@ -6,7 +6,10 @@ can help: operators turn transient errors into a failed try and all others into 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class TfpsError(Exception):

@@ -226,14 +226,10 @@ class Reader:
     def _mapping(self, arguments: tuple[Any, ...], data: object, path: str) -> Any:
         if not isinstance(data, Mapping):
             return self.fault(path, f"must be a mapping, is {show(data)}")
-        result = {}
-        for key, item in data.items():
-            where = join(path, key)
-            name = self._key(arguments[0], key, where)
-            value = self.value(arguments[1], item, where)
-            if name is not UNKNOWN:
-                result[name] = value
-        return result
+        names = [self._key(arguments[0], key, join(path, key)) for key in data]
+        values = [self.value(arguments[1], item, join(path, key)) for key, item in data.items()]
+        # What a faulty key was meant to be nobody knows: no rule may miss it in the mapping.
+        return UNKNOWN if UNKNOWN in names else dict(zip(names, values, strict=True))
 
     def _key(self, kind: Any, key: object, path: str) -> Any:
         if not isinstance(key, str):

@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from tfps_runtime.protocol import BEAT_SECS, Kind, dump
 
 from airflow_tfps import deploy, remote
 from airflow_tfps.errors import CommandError, HostUnreachableError, TfpsError
 from airflow_tfps.judge import UNREACHABLE
-from tfps_runtime.protocol import BEAT_SECS, Kind, dump
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
     from airflow_tfps.handle import Handle
     from airflow_tfps.inventory import HostSpec
     from airflow_tfps.ssh import AsyncTransport
@@ -44,7 +46,9 @@ async def call(
     completed = await transport.run(remote.argv(spec, command), remote.request_line(request), timeout=timeout)
     if remote.lacks_runtime(completed):
         await install(transport, spec)
-        completed = await transport.run(remote.argv(spec, command), remote.request_line(request), timeout=timeout)
+        completed = await transport.run(
+            remote.argv(spec, command), remote.request_line(request), timeout=timeout
+        )
     found = remote.answers(spec.name, command, completed)
     if not found:
         raise remote.not_ready(spec.name, command, completed)
@@ -117,7 +121,7 @@ class HostFollower:
         }
 
     async def _connected(self) -> AsyncIterator[dict[str, Any]]:
-        from airflow_tfps.ssh import Completed, connect_async  # noqa: PLC0415  asyncssh is slow to import
+        from airflow_tfps.ssh import Completed, connect_async
 
         async with await connect_async(remote.endpoint(self._spec)) as transport:
             request = {
@@ -134,7 +138,9 @@ class HostFollower:
                         yield message
                 finally:
                     self._stream = None
-                if remote.lacks_runtime(Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)):
+                if remote.lacks_runtime(
+                    Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)
+                ):
                     await install(transport, self._spec)
 
     async def _messages(self, stream: Any) -> AsyncIterator[dict[str, Any]]:
@@ -160,7 +166,9 @@ class HostFollower:
             yield {**message, "host": self._host}
 
 
-async def follow(handle: Handle, *, lease_secs: float | None) -> AsyncIterator[tuple[dict[str, Any], HostFollower]]:
+async def follow(
+    handle: Handle, *, lease_secs: float | None
+) -> AsyncGenerator[tuple[dict[str, Any], HostFollower]]:
     """The events of all hosts of a training as they come, each with the follower that heard it.
 
     Without `lease_secs` it only watches: no lease is renewed, and no log is read, since each line is told only once.
@@ -169,7 +177,10 @@ async def follow(handle: Handle, *, lease_secs: float | None) -> AsyncIterator[t
     chief = handle.chief_host
     followers = [
         HostFollower(
-            handle, host, logs=(str(handle.chief),) if host == chief and lease_secs is not None else (), lease_secs=lease_secs
+            handle,
+            host,
+            logs=(str(handle.chief),) if host == chief and lease_secs is not None else (),
+            lease_secs=lease_secs,
         )
         for host in handle.hosts
     ]
@@ -205,7 +216,7 @@ async def follow(handle: Handle, *, lease_secs: float | None) -> AsyncIterator[t
 
 async def probe(handle: Handle, host: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
     """Wait on a host until the addresses in `request` can be reached; over lost connections, up to `timeout`."""
-    from airflow_tfps.ssh import connect_async  # noqa: PLC0415
+    from airflow_tfps.ssh import connect_async
 
     spec = handle.spec(host)
     until = time.monotonic() + timeout
@@ -242,7 +253,7 @@ async def stop(handle: Handle, reason: str, *, patience_secs: float = 0.0) -> di
 
 
 async def _stop_host(handle: Handle, host: str, reason: str, patience_secs: float) -> None:
-    from airflow_tfps.ssh import connect_async  # noqa: PLC0415
+    from airflow_tfps.ssh import connect_async
 
     spec, grace = handle.spec(host), handle.job.timeouts.grace_secs
     until = time.monotonic() + patience_secs
@@ -262,7 +273,7 @@ async def _stop_host(handle: Handle, host: str, reason: str, patience_secs: floa
 
 async def shorten_lease(handle: Handle, secs: float) -> None:
     """Let every host end the training by itself in `secs` unless somebody renews; best effort."""
-    from airflow_tfps.ssh import connect_async  # noqa: PLC0415
+    from airflow_tfps.ssh import connect_async
 
     async def one(host: str) -> None:
         spec = handle.spec(host)

@@ -8,7 +8,9 @@ _HOSTS_HELP = (
     "The inventory, as YAML or JSON. Short form: {gpu-a: 4, gpu-b: 4} - name = ssh connection id, value = GPUs; "
     "spelled out: {gpu-a: {ssh_conn_id: gpu_a, address: 10.11.2.31, gpus: 4, python: /opt/tf/bin/python}}."
 )
-_DEFAULTS_HELP = "For hosts that do not say otherwise, as YAML or JSON: {python: /opt/tf/bin/python, ports: 20000-29999}."
+_DEFAULTS_HELP = (
+    "For hosts that do not say otherwise, as YAML or JSON: {python: /opt/tf/bin/python, ports: 20000-29999}."
+)
 
 
 def get_provider_info() -> dict[str, Any]:

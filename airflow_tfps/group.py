@@ -8,9 +8,8 @@ The job is read when the DAG is parsed, so a typo is an import error of the DAG 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import TaskGroup
 
@@ -18,6 +17,9 @@ from airflow_tfps.inventory import Inventory
 from airflow_tfps.operators import ProvisionClusterOperator, TeardownClusterOperator, TrainOperator
 from airflow_tfps.sensors import CheckpointSensor, ClusterReadySensor
 from airflow_tfps.spec import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class TrainingTaskGroup(TaskGroup):

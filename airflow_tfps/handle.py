@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tfps_runtime.protocol import VERSION, Paths, ProtocolError, Task, TrainingId
+
 from airflow_tfps.errors import SpecError
 from airflow_tfps.inventory import HostSpec, Inventory
 from airflow_tfps.spec import JobSpec
-from tfps_runtime.protocol import VERSION, Paths, ProtocolError, Task, TrainingId
 
 EVALUATOR = "evaluator"
 """The role that is never in the ClusterSpec: everyone would wait for it."""
@@ -107,7 +108,9 @@ class Handle:
             got = "nothing" if data is None else type(data).__name__
             raise SpecError("handle", [f"a handle of ProvisionClusterOperator is needed, got {got}"])
         if data.get("version") not in (VERSION, VERSION - 1):
-            raise SpecError("handle", [f"version {data.get('version')!r} is not understood; clear the provision task"])
+            raise SpecError(
+                "handle", [f"version {data.get('version')!r} is not understood; clear the provision task"]
+            )
         try:
             base_dir = data.get("base_dir")
             return cls(
@@ -124,4 +127,3 @@ class Handle:
             )
         except (KeyError, TypeError, ValueError, ProtocolError) as error:
             raise SpecError("handle", [f"it is damaged: {error}"]) from error
-

@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from airflow.sdk import BaseHook
+from tfps_runtime.protocol import (
+    CheckpointOptions,
+    Program,
+    ReserveRequest,
+    StartRequest,
+    Task,
+    TrainingId,
+    key_directory,
+)
 
 from airflow_tfps import deploy, remote
 from airflow_tfps.errors import (
@@ -34,16 +42,11 @@ from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.plan import Plan, make_plan
 from airflow_tfps.secrets import resolve_secrets
-from airflow_tfps.spec import JobSpec
-from tfps_runtime.protocol import (
-    CheckpointOptions,
-    Program,
-    ReserveRequest,
-    StartRequest,
-    Task,
-    TrainingId,
-    key_directory,
-)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from airflow_tfps.spec import JobSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +107,7 @@ class ClusterHook(BaseHook):
 
     def connect(self, hosts: Iterable[str]) -> None:
         """Connect to hosts that are not connected yet; all or none."""
-        from airflow_tfps.ssh import connect_all  # noqa: PLC0415  paramiko is slow to import
+        from airflow_tfps.ssh import connect_all
 
         missing = [h for h in hosts if h not in self._transports]
         if missing:
@@ -154,7 +157,11 @@ class ClusterHook(BaseHook):
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def preflight(
-        self, hosts: Iterable[str] | None = None, *, preload: Sequence[str] = (), gpus: Mapping[str, int] | None = None
+        self,
+        hosts: Iterable[str] | None = None,
+        *,
+        preload: Sequence[str] = (),
+        gpus: Mapping[str, int] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks."""
         names = list(self.inventory.names if hosts is None else hosts)
@@ -217,7 +224,7 @@ class ClusterHook(BaseHook):
         """Plan, look at the hosts of the plan, and plan again if they have fewer GPUs than was assumed."""
         plan = make_plan(job, self.inventory, chief_host=chief_host)
         gpus = {host: sum(t.gpus for t in plan.on(host)) for host in plan.hosts}
-        asked = [h.name for h in self.inventory if h.gpus is None] if any(gpus.values()) else []
+        asked = [n for n, h in self.inventory.hosts.items() if h.gpus is None] if any(gpus.values()) else []
         reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus)
         for host, report in sorted(reports.items()):
             if report["proxies"]:
@@ -349,7 +356,9 @@ class ClusterHook(BaseHook):
                 secrets=dict(secrets),
             )
             self.call(
-                host, "start", {**handle.request(host), "request": request.to_json(), "lease_secs": lease_secs}
+                host,
+                "start",
+                {**handle.request(host), "request": request.to_json(), "lease_secs": lease_secs},
             )
 
         self.on_each(handle.hosts, begin)
@@ -370,7 +379,9 @@ class ClusterHook(BaseHook):
 
     def launch(self, handle: Handle) -> None:
         """Start the chief; nothing happens when it was started already."""
-        self.call(handle.chief_host, "launch", {**handle.request(handle.chief_host), "task": str(handle.chief)})
+        self.call(
+            handle.chief_host, "launch", {**handle.request(handle.chief_host), "task": str(handle.chief)}
+        )
 
     def status(self, handle: Handle) -> dict[str, dict[str, Any]]:
         """How the training stands on each of its hosts, alive or not."""
@@ -456,7 +467,9 @@ class ClusterHook(BaseHook):
             try:
                 self.call(host, "release", request)
             except TfpsError as error:
-                log.warning("could not release %s (its lease ends within %.0f s): %s", host, ENSURE_LEASE_SECS, error)
+                log.warning(
+                    "could not release %s (its lease ends within %.0f s): %s", host, ENSURE_LEASE_SECS, error
+                )
 
         self.on_each([h for h in hosts if h in self._transports], release)
 

@@ -348,9 +348,7 @@ def _address_of(reader: Reader, path: str, conn_id: str, get_connection: GetConn
     except LookupError:
         return reader.fault(where, f"there is no connection {conn_id}; add one of type ssh")
     if connection.conn_type != "ssh":
-        return reader.fault(
-            where, f"connection {conn_id} must be of type ssh, is {show(connection.conn_type)}"
-        )
+        return reader.fault(where, f"connection {conn_id} must be of type ssh, is {show(connection.conn_type)}")
     if not connection.host:
         return reader.fault(where, f"connection {conn_id} has no host")
     if message := _ADDRESS(connection.host):

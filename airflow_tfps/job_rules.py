@@ -115,13 +115,8 @@ def _roles(job: JobSpec, kind: str | None) -> Faults:
                 hint = nearest(role, known) or f"; known are {', '.join(known)}"
                 yield f"roles.{role}", f"unknown role{hint} (other names go with in_graph, script or command)"
         if PS not in job.roles:
-            yield (
-                "roles.ps",
-                "between-graph replication needs at least one ps, which holds the variables; add ps: 1",
-            )
-    if between_graph and not any(role in job.roles for role in TRAINING_ROLES):
-        yield "roles", "a worker or a chief is needed, or nobody trains; add worker: 1"
-    elif all(role in (PS, EVALUATOR) for role in job.roles):
+            yield "roles.ps", "between-graph replication needs a ps, which holds the variables; add ps: 1"
+    if all(role in (PS, EVALUATOR) for role in job.roles):
         yield "roles", "a role beside ps and evaluator is needed, or nobody trains; add worker: 1"
 
 

@@ -8,11 +8,13 @@ the events that a follower has gathered, and carried out by whoever asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tfps_runtime.protocol import EXIT_TRY_AGAIN, Kind, Task, TaskState, TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 UNREACHABLE = "unreachable"
 """Type of an observer's own event: `{"type": …, "host": …, "secs": …}`, how long there has been no connection."""

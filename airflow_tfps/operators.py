@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from tfps_runtime.protocol import Task, TaskState, TrainingId, TrainingState, training_key
 
 from airflow_tfps.errors import BusyError, HostError, TfpsError, TrainingFailedError
 from airflow_tfps.triggers import TRAINING_XCOM, QueueTrigger, ReadyTrigger, TrainingTrigger
-from tfps_runtime.protocol import Task, TaskState, TrainingId, TrainingState, training_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
     from airflow.sdk import Context
 
     from airflow_tfps.handle import Handle
@@ -35,7 +36,9 @@ QUEUE_POLL_SECS = 10.0
 DEFER_SLACK_SECS = 60.0
 """A trigger keeps its own deadline and says what is missing; Airflow's time-out is the backstop after it."""
 
-TRAIN_IS_COMING = frozenset({"scheduled", "queued", "running", "deferred", "up_for_retry", "up_for_reschedule"})
+TRAIN_IS_COMING = frozenset(
+    {"scheduled", "queued", "running", "deferred", "up_for_retry", "up_for_reschedule"}
+)
 TRAIN_IS_OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 HANDLE_KEY = "handle"
 BASE_KEY = "base"
@@ -109,7 +112,9 @@ class ProvisionClusterOperator(BaseOperator):
 
     def render_template_fields(self, context: Context, jinja_env: Any = None) -> None:
         """Keep what the fields were before rendering: only what was a template is converted to its field's type."""
-        self._unrendered = {name: getattr(self, name) for name in ("job", "hparams", "inputs", "steps", "mode")}
+        self._unrendered = {
+            name: getattr(self, name) for name in ("job", "hparams", "inputs", "steps", "mode")
+        }
         super().render_template_fields(context, jinja_env)
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -121,8 +126,8 @@ class ProvisionClusterOperator(BaseOperator):
         return self._provision(context, since)
 
     def _provision(self, context: Context, since: float) -> dict[str, Any]:
-        from airflow_tfps.hook import ClusterHook  # noqa: PLC0415  the ssh provider is slow to import
-        from airflow_tfps.spec_files import load_inventory, rendered_job  # noqa: PLC0415
+        from airflow_tfps.hook import ClusterHook
+        from airflow_tfps.spec_files import load_inventory, rendered_job
 
         with airflow_errors():
             job = rendered_job(self, self._unrendered)
@@ -134,7 +139,9 @@ class ProvisionClusterOperator(BaseOperator):
                 if adopted is not None:
                     return adopted
                 key = key_of(self, context)
-                hook.stop_key(key, "a new training of the same key begins", grace_secs=job.timeouts.grace_secs)
+                hook.stop_key(
+                    key, "a new training of the same key begins", grace_secs=job.timeouts.grace_secs
+                )
                 training = TrainingId(key, secrets.token_hex(4))
                 lease = max(job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
                 try:
@@ -160,9 +167,9 @@ class ProvisionClusterOperator(BaseOperator):
 
     def _adopt(self, context: Context, hook: ClusterHook) -> dict[str, Any] | None:
         """The handle kept from before, if nothing must be started: the training lives, or nobody will train."""
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
+        from airflow_tfps.handle import Handle
 
-        kept = context["task_state_store"].get(HANDLE_KEY)
+        kept: Any = context["task_state_store"].get(HANDLE_KEY)
         state = train_state(self, context)
         if kept is None or state is None:
             return None
@@ -177,7 +184,7 @@ class ProvisionClusterOperator(BaseOperator):
 
     def _chief_host(self, context: Context) -> str | None:
         """Where the chief ran before a retry or a clear: its checkpoints are there."""
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
+        from airflow_tfps.handle import Handle
 
         kept = context["task_state_store"].get(HANDLE_KEY)
         return None if kept is None else Handle.from_json(kept).chief_host
@@ -211,8 +218,8 @@ class TrainOperator(BaseOperator):
         self._hook: ClusterHook | None = None
 
     def execute(self, context: Context) -> dict[str, Any] | None:
-        from airflow_tfps.errors import NotReadyError  # noqa: PLC0415
-        from airflow_tfps.hook import ClusterHook  # noqa: PLC0415
+        from airflow_tfps.errors import NotReadyError
+        from airflow_tfps.hook import ClusterHook
 
         with airflow_errors():
             handle = self._current(context)
@@ -239,20 +246,22 @@ class TrainOperator(BaseOperator):
 
     def launch(self, context: Context, event: Mapping[str, Any]) -> None:
         """Resume when the cluster is ready: start the chief, then follow."""
-        from airflow_tfps.hook import ClusterHook  # noqa: PLC0415
+        from airflow_tfps.hook import ClusterHook
 
         with airflow_errors():
             handle = self._current(context)
             with ClusterHook(inventory=handle.inventory) as hook:
                 self._hook = hook
                 if not event.get("ready"):
-                    self._give_up(hook, handle, str(event.get("reason")), transient=bool(event.get("transient", True)))
+                    self._give_up(
+                        hook, handle, str(event.get("reason")), transient=bool(event.get("transient", True))
+                    )
                 self._launch(hook, handle)
 
     def finish(self, context: Context, event: Mapping[str, Any]) -> dict[str, Any] | None:
         """Resume with the verdict: stop what is left, then return the result or raise."""
-        from airflow_tfps.hook import ClusterHook  # noqa: PLC0415
-        from airflow_tfps.judge import Verdict  # noqa: PLC0415
+        from airflow_tfps.hook import ClusterHook
+        from airflow_tfps.judge import Verdict
 
         with airflow_errors():
             handle, verdict = self._current(context), Verdict.from_json(event)
@@ -261,12 +270,12 @@ class TrainOperator(BaseOperator):
                 if verdict.outcome == "succeeded":
                     return self._finish(hook, handle, verdict.result)
                 report = self._report(hook, handle, verdict)
-                self._give_up(hook, handle, report, transient=verdict.transient)
+                return self._give_up(hook, handle, report, transient=verdict.transient)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Airflow's own end of a deferral (a time-out, a broken trigger) must not leave a training behind."""
         if next_method == "__fail__":
-            from airflow_tfps.hook import ClusterHook  # noqa: PLC0415
+            from airflow_tfps.hook import ClusterHook
 
             handle = self._current(context)
             with ClusterHook(inventory=handle.inventory) as hook:
@@ -282,7 +291,7 @@ class TrainOperator(BaseOperator):
 
     def _current(self, context: Context) -> Handle:
         """The newest incarnation's handle: this task's own, unless `provision` has made another since."""
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
+        from airflow_tfps.handle import Handle
 
         provisioned = Handle.from_json(self.handle)
         store = context["task_state_store"]
@@ -296,17 +305,17 @@ class TrainOperator(BaseOperator):
         self, context: Context, hook: ClusterHook, handle: Handle, statuses: Mapping[str, Mapping[str, Any]]
     ) -> Handle:
         """A new incarnation in place of a dead one."""
-        dead = ", ".join(f"{host} {status['state']}" for host, status in statuses.items() if not status["is_alive"])
+        dead = ", ".join(
+            f"{host} {status['state']}" for host, status in statuses.items() if not status["is_alive"]
+        )
         self.log.info("%s does not live any more (%s): starting a new incarnation", handle.training, dead)
         hook.stop(handle, "replaced by a new incarnation")
         training = TrainingId(handle.training.key, secrets.token_hex(4))
         lease = max(handle.job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
-        fresh = hook.ensure(
-            handle.job, training, wait=False, lease_secs=lease, chief_host=handle.chief_host
-        )
+        fresh = hook.ensure(handle.job, training, wait=False, lease_secs=lease, chief_host=handle.chief_host)
         store = context["task_state_store"]
         store.set(HANDLE_KEY, fresh.to_json())
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
+        from airflow_tfps.handle import Handle
 
         store.set(BASE_KEY, str(Handle.from_json(self.handle).training))
         return fresh
@@ -316,7 +325,9 @@ class TrainOperator(BaseOperator):
         self.log.info("%s: started the chief, %s", handle.training, handle.of(handle.chief).label)
         self.defer(trigger=TrainingTrigger(handle=handle.to_json()), method_name="finish", timeout=None)
 
-    def _finish(self, hook: ClusterHook, handle: Handle, result: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _finish(
+        self, hook: ClusterHook, handle: Handle, result: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Stop the stragglers and the ps; a training that has its result is not failed by an unreachable host."""
         if not result:
             result = hook.result(handle)
@@ -354,7 +365,7 @@ class TrainOperator(BaseOperator):
         try:
             hook.stop(handle, reason)
         except TfpsError as error:
-            self.log.error("%s; the teardown tries again, the lease does the rest", error)
+            self.log.warning("%s; the teardown tries again, the lease does the rest", error)
 
 
 class TeardownClusterOperator(BaseOperator):
@@ -387,9 +398,9 @@ class TeardownClusterOperator(BaseOperator):
         self.base_dir = base_dir
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
-        from airflow_tfps.hook import ClusterHook  # noqa: PLC0415
-        from airflow_tfps.spec_files import load_inventory  # noqa: PLC0415
+        from airflow_tfps.handle import Handle
+        from airflow_tfps.hook import ClusterHook
+        from airflow_tfps.spec_files import load_inventory
 
         with airflow_errors():
             handle = Handle.from_json(self.handle) if self.handle else None
@@ -425,7 +436,8 @@ def train_state(operator: BaseOperator, context: Context) -> str | None:
     index = ti.map_index if is_mapped else None
     states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id], map_index=index)
     name = f"{task_id}_{index}" if is_mapped else task_id
-    return (states or {}).get(ti.run_id, {}).get(name)
+    state: str | None = (states or {}).get(ti.run_id, {}).get(name)
+    return state
 
 
 def is_alive(statuses: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -5,12 +5,13 @@ Pure; imports `protocol` and `handle`. `Board.see` takes a follower's messages, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfps_runtime.protocol import Kind, dump
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from airflow_tfps.handle import Handle
 
 MAX_BYTES = 32 * 1024
@@ -24,7 +25,13 @@ class Board:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._tasks: dict[str, dict[str, Any]] = {
-            str(t.task): {"task": str(t.task), "host": t.host, "gpus": list(t.gpus), "state": "PENDING", "restarts": 0}
+            str(t.task): {
+                "task": str(t.task),
+                "host": t.host,
+                "gpus": list(t.gpus),
+                "state": "PENDING",
+                "restarts": 0,
+            }
             for t in handle.tasks
         }
         self._hosts: dict[str, str] = {}
@@ -69,7 +76,12 @@ class Board:
         self._newest = record
         if self._seen % self._stride == 0:
             self._curve.append(
-                [record.get("time"), record.get("global_step"), record.get("loss"), record.get("steps_per_sec")]
+                [
+                    record.get("time"),
+                    record.get("global_step"),
+                    record.get("loss"),
+                    record.get("steps_per_sec"),
+                ]
             )
             if len(self._curve) > MAX_POINTS:
                 self._curve = self._curve[::2]
@@ -96,7 +108,7 @@ class Board:
             }
             if len(dump(value)) <= MAX_BYTES:
                 return value
-            if len(curve) > 60:  # noqa: PLR2004  still a curve
+            if len(curve) > 60:
                 curve = curve[::2]
             else:
                 tasks = tasks[: len(tasks) // 2]

@@ -6,27 +6,29 @@ bounded lines, JSON objects only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from tfps_runtime.protocol import Kind, ProtocolError, dump, load, runtime_path
 
 from airflow_tfps.deploy import INSTALL, build_runtime
 from airflow_tfps.errors import BusyError, CommandError, HostError, HostNotReadyError
-from tfps_runtime.protocol import Kind, ProtocolError, dump, load, runtime_path
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from airflow_tfps.inventory import HostSpec
     from airflow_tfps.ssh import Completed, Endpoint
 
 
 def endpoint(spec: HostSpec) -> Endpoint:
-    from airflow_tfps.ssh import Endpoint  # noqa: PLC0415  keeps planning free of it
+    from airflow_tfps.ssh import Endpoint
 
     return Endpoint(host=spec.name, ssh_conn_id=spec.ssh_conn_id)
 
 
 def from_home(path: str) -> str:
     """A path on a host, as an argument: `~/x` becomes `x`, since commands run in the user's home directory."""
-    return path[2:] if path.startswith("~/") else path
+    return path.removeprefix("~/")
 
 
 def python(spec: HostSpec) -> str:
@@ -50,7 +52,7 @@ def request_line(request: Mapping[str, Any]) -> bytes:
 
 def lacks_runtime(completed: Completed) -> bool:
     """Whether the interpreter ran and did not find the `.pyz`."""
-    return completed.returncode == 2 and b"can't open file" in completed.stderr  # noqa: PLR2004  Python's own
+    return completed.returncode == 2 and b"can't open file" in completed.stderr
 
 
 def answers(host: str, command: str, completed: Completed) -> list[dict[str, Any]]:
@@ -89,7 +91,9 @@ def not_ready(host: str, command: str, completed: Completed) -> HostError:
     """What to say when something else than the runtime answered."""
     said = completed.stderr.decode("utf-8", "replace").strip()[-1000:]
     if completed.returncode in (126, 127):
-        return HostNotReadyError(host, f"{said or 'the interpreter was not found'} (set `python` of this host)")
+        return HostNotReadyError(
+            host, f"{said or 'the interpreter was not found'} (set `python` of this host)"
+        )
     if completed.returncode < 0:
         return CommandError(host, f"{command} was killed by signal {-completed.returncode}", transient=True)
     return HostNotReadyError(host, f"{command} ended with exit code {completed.returncode}: {said}")

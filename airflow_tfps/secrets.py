@@ -5,17 +5,20 @@ They travel on standard input to the hosts and into the TF tasks' environment; e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from airflow_tfps.errors import SpecError
 from airflow_tfps.spec import SecretRef
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 def resolve_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     """Look up every reference. Blocks. Raises SpecError naming all that cannot be resolved, never a value."""
-    from airflow.sdk import BaseHook, Variable  # noqa: PLC0415  only when there are secrets
-    from airflow.sdk.exceptions import AirflowException  # noqa: PLC0415
-    from airflow.sdk.log import mask_secret  # noqa: PLC0415
+    from airflow.sdk import BaseHook, Variable
+    from airflow.sdk.exceptions import AirflowException
+    from airflow.sdk.log import mask_secret
 
     values, faults = {}, []
     for name, text in secrets.items():

@@ -39,7 +39,7 @@ class ClusterReadySensor(BaseSensorOperator):
         self.handle = handle
 
     def execute(self, context: Context) -> None:
-        from airflow_tfps.handle import Handle  # noqa: PLC0415  not needed to parse a DAG
+        from airflow_tfps.handle import Handle
 
         with airflow_errors():
             handle = Handle.from_json(self.handle)
@@ -102,7 +102,7 @@ class CheckpointSensor(BaseSensorOperator):
         self.hosts = hosts
         self.base_dir = base_dir
 
-    def execute(self, context: Context) -> None:
+    def execute(self, context: Context) -> None:  # noqa: ARG002  Airflow's form
         with airflow_errors():
             where = self._where()
         since = float(self.newer_than) if self.newer_than is not None else 0.0
@@ -135,10 +135,10 @@ class CheckpointSensor(BaseSensorOperator):
 
     def _where(self) -> dict[str, Any]:
         """Host (as its inventory describes it) and directory to watch. Raises SpecError."""
-        from airflow_tfps.errors import SpecError  # noqa: PLC0415
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
-        from airflow_tfps.inventory import Inventory  # noqa: PLC0415
-        from airflow_tfps.spec_files import folder_of  # noqa: PLC0415
+        from airflow_tfps.errors import SpecError
+        from airflow_tfps.handle import Handle
+        from airflow_tfps.inventory import Inventory
+        from airflow_tfps.spec_files import folder_of
 
         if (self.training is None) == (self.checkpoint_dir is None):
             raise SpecError("CheckpointSensor", ["exactly one of training and checkpoint_dir is needed"])
@@ -156,14 +156,16 @@ class CheckpointSensor(BaseSensorOperator):
         if not isinstance(self.training, Mapping) or not self.training.get("checkpoint"):
             raise SpecError("CheckpointSensor", ["training: neither a handle nor a result with a checkpoint"])
         if self.hosts is None:
-            raise SpecError("CheckpointSensor", ["hosts: needed to find the host that a TrainOperator's result names"])
+            raise SpecError(
+                "CheckpointSensor", ["hosts: needed to find the host that a TrainOperator's result names"]
+            )
         inventory = Inventory.load(self.hosts, base_dir=Path(folder_of(self)))
         directory = self.training["checkpoint"].rpartition("/")[0]
         return {"host": inventory.subset([self.training["host"]]).to_dict(), "directory": directory}
 
     def _train_task_id(self) -> str | None:
         """The TrainOperator of the same group, if there is one."""
-        from airflow_tfps.operators import TrainOperator  # noqa: PLC0415
+        from airflow_tfps.operators import TrainOperator
 
         group = self.task_group
         if group is None or group.group_id is None:

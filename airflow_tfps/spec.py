@@ -43,9 +43,7 @@ from airflow_tfps.yaml_text import YamlError, parse_yaml
 
 _IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
 _HOST_PATH = Matches(r"(/|~/).*|~", "an absolute path on the host, or begin with ~/")
-_SOURCE = Matches(
-    r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint"
-)
+_SOURCE = Matches(r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint")
 
 HostName = Annotated[str, NAME]
 RoleName = Annotated[
@@ -173,8 +171,8 @@ class JobSpec:
     """Arguments of `script` or `command`; placeholders are replaced."""
     hparams: Mapping[str, Any] = field(default_factory=dict)
     """Reaches `model_fn` and `input_fn` as `params`. Airflow's own `params` is another thing."""
-    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = (
-        field(default_factory=dict)
+    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = field(
+        default_factory=dict
     )
     """Name to data: `host:/path` is on the hosts; a URL or a path, relative to the job file, is uploaded."""
     mode: Literal["async", "sync"] = "async"
@@ -208,9 +206,7 @@ class JobSpec:
     """How long to wait for what, in seconds."""
     env: Mapping[Variable, TextOrNumber] = field(default_factory=dict)
     """Environment of all TF tasks. It is public: secrets go into `secrets`."""
-    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(
-        default_factory=dict
-    )
+    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(default_factory=dict)
     """Environment variable to `conn:ID#password`, `conn:ID#login`, `conn:ID#extra.KEY` or `var:NAME`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """Of `random`, NumPy and TensorFlow; every TF task adds its own number."""

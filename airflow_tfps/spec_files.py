@@ -50,4 +50,3 @@ def load_inventory(operator: ProvisionClusterOperator | TeardownClusterOperator)
     """The inventory an operator names. Looks up Airflow connections. Raises SpecError."""
     assert operator.hosts is not None
     return Inventory.load(operator.hosts, base_dir=folder_of(operator))
-

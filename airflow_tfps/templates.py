@@ -40,11 +40,7 @@ def mark_rendered(template: object, rendered: object) -> Any:
         return Rendered(rendered)
     if isinstance(template, Mapping) and isinstance(rendered, Mapping):
         return {key: mark_rendered(template.get(key), value) for key, value in rendered.items()}
-    if (
-        isinstance(template, (list, tuple))
-        and isinstance(rendered, (list, tuple))
-        and len(template) == len(rendered)
-    ):
+    if isinstance(template, (list, tuple)) and isinstance(rendered, (list, tuple)) and len(template) == len(rendered):
         return [mark_rendered(one, other) for one, other in zip(template, rendered, strict=True)]
     return template if isinstance(template, str) else rendered
 

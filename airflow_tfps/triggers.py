@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
@@ -21,6 +20,8 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
     from airflow_tfps.handle import Handle
     from airflow_tfps.judge import Rules
 
@@ -41,7 +42,7 @@ class _HandleTrigger(BaseTrigger):
     """A trigger about one training."""
 
     def __init__(self, *, handle: Mapping[str, Any], version: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.handle = dict(handle)
         self.version = version
 
@@ -50,7 +51,7 @@ class _HandleTrigger(BaseTrigger):
         return name, {"handle": self.handle, "version": self.version}
 
     def _handle(self) -> Handle:
-        from airflow_tfps.handle import Handle  # noqa: PLC0415  not needed to parse a DAG
+        from airflow_tfps.handle import Handle
 
         return Handle.from_json(self.handle)
 
@@ -63,8 +64,8 @@ class ReadyTrigger(_HandleTrigger):
     """
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        from airflow_tfps import follow  # noqa: PLC0415
-        from airflow_tfps.hook import check_probes, probe_request  # noqa: PLC0415
+        from airflow_tfps import follow
+        from airflow_tfps.hook import check_probes, probe_request
 
         handle = self._handle()
         secs = handle.job.timeouts.ready_secs
@@ -81,13 +82,13 @@ class ReadyTrigger(_HandleTrigger):
                 if answer.get("failed"):
                     break
             check_probes(handle, found)
-            event = {"ready": True}
+            event: dict[str, Any] = {"ready": True}
         except TfpsError as error:
             event = {"ready": False, "reason": str(error), "transient": error.transient}
         finally:
             for task in tasks:
                 task.cancel()
-        yield TriggerEvent(event)
+        yield _event(event)
 
 
 class TrainingTrigger(_HandleTrigger):
@@ -102,10 +103,11 @@ class TrainingTrigger(_HandleTrigger):
         self._has_verdict = False
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        from airflow_tfps import follow  # noqa: PLC0415
-        from airflow_tfps.judge import UNREACHABLE, Verdict, judge  # noqa: PLC0415
-        from airflow_tfps.progress import Board  # noqa: PLC0415
-        from tfps_runtime.protocol import Kind  # noqa: PLC0415
+        from tfps_runtime.protocol import Kind
+
+        from airflow_tfps import follow
+        from airflow_tfps.judge import UNREACHABLE, Verdict, judge
+        from airflow_tfps.progress import Board
 
         handle = self._handle()
         rules = _rules(handle)
@@ -120,7 +122,7 @@ class TrainingTrigger(_HandleTrigger):
                 for line in board.see(message):
                     log.info("%s", line)
                 if kind == Kind.LOG:
-                    _write_log(handle, message)
+                    _write_log(message)
                     await follower.acknowledge(message["task"], message["offset"])
                 elif "seq" in message or kind in (Kind.GONE, UNREACHABLE):
                     events = [e for e in events if not (e["type"] == kind == UNREACHABLE)] + [message]
@@ -136,9 +138,11 @@ class TrainingTrigger(_HandleTrigger):
         finally:
             await messages.aclose()
         if verdict is None:
-            verdict = Verdict(outcome="failed", reason="every host's agent has ended without a result", transient=True)
+            verdict = Verdict(
+                outcome="failed", reason="every host's agent has ended without a result", transient=True
+            )
         self._has_verdict = True
-        yield TriggerEvent(verdict.to_json())
+        yield _event(verdict.to_json())
 
     async def _send_progress(self, value: Mapping[str, Any]) -> None:
         """Write the XCom; best effort, since under `dag.test()` a trigger has no way to."""
@@ -154,7 +158,7 @@ class TrainingTrigger(_HandleTrigger):
         await asyncio.shield(task)
 
     async def _end(self) -> None:
-        from airflow_tfps import follow  # noqa: PLC0415
+        from airflow_tfps import follow
 
         if self._has_verdict:
             return
@@ -164,7 +168,9 @@ class TrainingTrigger(_HandleTrigger):
             log.info("%s: the trigger has moved, the training goes on", handle.training)
             return
         if waits is None:
-            log.warning("%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS)
+            log.warning(
+                "%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS
+            )
             await follow.shorten_lease(handle, UNSURE_LEASE_SECS)
             return
         log.info("%s: stopping, because the task was ended by the user", handle.training)
@@ -192,7 +198,7 @@ class QueueTrigger(BaseTrigger):
     """Lets some seconds pass before another look at hosts that are busy; nothing is held meanwhile."""
 
     def __init__(self, *, secs: float, version: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.secs = secs
         self.version = version
 
@@ -201,10 +207,10 @@ class QueueTrigger(BaseTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         await asyncio.sleep(self.secs)
-        yield TriggerEvent({})
+        yield _event({})
 
 
-# --- asking Airflow ---------------------------------------------------------------------------------------------------
+# --- asking Airflow -----------------------------------------------------------------------------------------------
 #
 # The messages between a trigger and its supervisor are internal to Airflow: all use of them is here, and a trigger goes
 # on without an answer.
@@ -215,7 +221,7 @@ UNKNOWN_STATE = "unknown"
 async def _ask(message: Any) -> Any:
     """Send one message to Airflow and return the answer; None where that cannot be done (`dag.test()`)."""
     try:
-        from airflow.sdk.execution_time.task_runner import SUPERVISOR_COMMS  # noqa: PLC0415
+        from airflow.sdk.execution_time.task_runner import SUPERVISOR_COMMS
 
         return await SUPERVISOR_COMMS.asend(message)
     except (ImportError, AttributeError, RuntimeError, ValueError, TypeError, OSError) as error:
@@ -225,7 +231,7 @@ async def _ask(message: Any) -> Any:
 
 def _xcom_request(where: Any, key: str, value: Any = None) -> Any:
     """A message that reads an XCom of the trigger's own task, or with `value` writes it."""
-    from airflow.sdk.execution_time.comms import GetXCom, SetXCom  # noqa: PLC0415
+    from airflow.sdk.execution_time.comms import GetXCom, SetXCom
 
     place = {
         "key": key,
@@ -239,7 +245,7 @@ def _xcom_request(where: Any, key: str, value: Any = None) -> Any:
 
 async def _task_state(where: Any, task_id: str) -> str | None:
     """The state of a task in the trigger's run and map index; UNKNOWN_STATE when Airflow does not answer."""
-    from airflow.sdk.execution_time.comms import GetTaskStates, TaskStatesResult  # noqa: PLC0415
+    from airflow.sdk.execution_time.comms import GetTaskStates, TaskStatesResult
 
     index = None if where.map_index is None or where.map_index < 0 else where.map_index
     answer = await _ask(
@@ -251,8 +257,12 @@ async def _task_state(where: Any, task_id: str) -> str | None:
     return (answer.task_states.get(where.run_id) or {}).get(key)
 
 
+def _event(payload: Mapping[str, Any]) -> TriggerEvent:
+    return TriggerEvent(dict(payload))  # type: ignore[no-untyped-call]
+
+
 def _rules(handle: Handle) -> Rules:
-    from airflow_tfps.judge import Rules  # noqa: PLC0415
+    from airflow_tfps.judge import Rules
 
     job = handle.job
     return Rules(
@@ -266,7 +276,7 @@ def _rules(handle: Handle) -> Rules:
     )
 
 
-def _write_log(handle: Handle, message: Mapping[str, Any]) -> None:
+def _write_log(message: Mapping[str, Any]) -> None:
     for line in message["lines"]:
         log.info("[%s@%s] %s", message["task"], message["host"], line)
 
@@ -303,7 +313,7 @@ class CheckpointTrigger(BaseTrigger):
         train_task_id: str | None = None,
         version: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.host = dict(host)
         self.directory = directory
         self.deadline = deadline
@@ -328,7 +338,7 @@ class CheckpointTrigger(BaseTrigger):
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        from airflow_tfps.watch import watch  # noqa: PLC0415
+        from airflow_tfps.watch import watch
 
         waiting = asyncio.create_task(self._first(watch))
         try:
@@ -339,7 +349,10 @@ class CheckpointTrigger(BaseTrigger):
                     event = waiting.result()
                     break
                 if left <= 0:
-                    event = {"checkpoint": None, "reason": f"no complete checkpoint in {self.directory} in time"}
+                    event = {
+                        "checkpoint": None,
+                        "reason": f"no complete checkpoint in {self.directory} in time",
+                    }
                     break
                 if await self._train_is_over():
                     await asyncio.wait({waiting}, timeout=self.TRAIN_POLL_SECS)
@@ -357,25 +370,29 @@ class CheckpointTrigger(BaseTrigger):
             event = {"checkpoint": None, "reason": str(error), "transient": error.transient}
         finally:
             waiting.cancel()
-        yield TriggerEvent(event)
+        yield _event(event)
 
     async def _first(self, watch: Any) -> dict[str, Any]:
-        from airflow_tfps.inventory import Inventory  # noqa: PLC0415
+        from airflow_tfps.inventory import Inventory
 
-        [spec] = Inventory.from_dict(self.host)
+        [spec] = Inventory.from_dict(self.host).hosts.values()
         if self.which == "final" and self.training is not None:
             await self._training_has_ended()
         async for found in watch(
-            spec, self.directory, after_step=self.min_step - 1, newer_than=self.newer_than, newest=self.which == "final"
+            spec,
+            self.directory,
+            after_step=self.min_step - 1,
+            newer_than=self.newer_than,
+            newest=self.which == "final",
         ):
             return {"checkpoint": {**found, "host": spec.name}}
         return {"checkpoint": None, "reason": "the watch ended"}
 
     async def _training_has_ended(self) -> None:
         """Wait for the verdict over the training; renews no lease."""
-        from airflow_tfps import follow  # noqa: PLC0415
-        from airflow_tfps.handle import Handle  # noqa: PLC0415
-        from airflow_tfps.judge import judge  # noqa: PLC0415
+        from airflow_tfps import follow
+        from airflow_tfps.handle import Handle
+        from airflow_tfps.judge import judge
 
         assert self.training is not None
         handle = Handle.from_json(self.training)

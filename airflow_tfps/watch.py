@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from airflow_tfps import follow, remote
 from airflow_tfps.errors import HostUnreachableError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from airflow_tfps.inventory import HostSpec
 
 
@@ -21,7 +22,7 @@ async def watch(
     With `newest` only the newest of those that are there at the first look comes, and later ones after it.
     Yields `{"checkpoint": prefix, "global_step", "size", "time"}`. Raises what the host refuses.
     """
-    from airflow_tfps.ssh import Completed, connect_async  # noqa: PLC0415  asyncssh is slow to import
+    from airflow_tfps.ssh import Completed, connect_async
 
     failures = 0
     while True:
@@ -34,7 +35,9 @@ async def watch(
                     "newest": newest,
                     "follow": True,
                 }
-                async with transport.stream(remote.argv(spec, "checkpoints"), remote.request_line(request)) as stream:
+                async with transport.stream(
+                    remote.argv(spec, "checkpoints"), remote.request_line(request)
+                ) as stream:
                     async for message in _messages(spec.name, stream):
                         failures = 0
                         found = message.get("checkpoint")
@@ -46,7 +49,9 @@ async def watch(
                                 "size": found["size"],
                                 "time": found["time"],
                             }
-                if remote.lacks_runtime(Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)):
+                if remote.lacks_runtime(
+                    Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)
+                ):
                     await follow.install(transport, spec)
                 elif stream.returncode:
                     raise remote.not_ready(

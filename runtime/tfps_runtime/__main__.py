@@ -15,22 +15,22 @@ def main() -> int:
     """Dispatch; imports only what the command needs."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "agent":
-        from tfps_runtime import agent  # noqa: PLC0415
+        from tfps_runtime import agent
 
         return agent.main()
     if name == "nursery":
-        from tfps_runtime import nursery  # noqa: PLC0415
+        from tfps_runtime import nursery
 
         return nursery.main()
     if name == "task":
-        from tfps_runtime import launch  # noqa: PLC0415
+        from tfps_runtime import launch
 
         return launch.main()
     if name == "run":
-        from tfps_runtime import local  # noqa: PLC0415
+        from tfps_runtime import local
 
         return local.main(sys.argv[2:])
-    from tfps_runtime import commands  # noqa: PLC0415
+    from tfps_runtime import commands
 
     if name == "put" or name in commands.COMMANDS:
         return commands.main(name)

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, Dict, List, Optional
+from typing import Any, Optional
 
 from tfps_runtime import core
 from tfps_runtime.followers import Connection, Followers, integer
@@ -46,7 +46,9 @@ from tfps_runtime.protocol import (
     load,
 )
 from tfps_runtime.reserve import (
+    GpuLock,
     Lock,
+    Port,
     ensure_run_dir,
     finish_checkpoint_dir,
     hold_gpus,
@@ -72,7 +74,8 @@ class Agent:
         self.lock = Lock.acquire(
             self.paths.lock, LockRecord(str(self.training), request.host, self.paths.workdir, os.getpid())
         )
-        self.ports, self.gpu_locks = {}, []
+        self.ports: dict[str, Port] = {}
+        self.gpu_locks: list[GpuLock] = []
         try:
             names = [t.task for t in request.tasks if t.has_port]
             self.ports = hold_ports(names, request.ports, str(self.training) + request.host)
@@ -106,12 +109,12 @@ class Agent:
             chief_is_here=any(t.is_chief for t in request.tasks),
         )
         self.start_request: Optional[StartRequest] = None
-        self.events: List[Dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self._events_fd = os.open(self.paths.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.logs = {t.task: LogFile(self.paths.log(t.name)) for t in request.tasks}
         self.progress = {t.task: ProgressFile(self.paths.progress(t.name)) for t in request.tasks}
         self._progress_pattern: Optional[re.Pattern[str]] = None
-        self._scanned: Dict[str, int] = {}
+        self._scanned: dict[str, int] = {}
         self.acknowledged = Acknowledged(self.paths.acknowledged)
         self.followers = Followers(self.logs.__getitem__)
         self.selector = selectors.DefaultSelector()
@@ -251,7 +254,7 @@ class Agent:
         elif isinstance(action, core.Leave):
             self._is_leaving = True
 
-    def _tell(self, message: Dict[str, Any]) -> None:
+    def _tell(self, message: dict[str, Any]) -> None:
         message = {"seq": len(self.events) + 1, "time": round(time.time(), 3), **message}
         pid = message.get("pid")
         if pid is not None:
@@ -333,7 +336,7 @@ class Agent:
             attempt=attempt,
         )
 
-    def _placeholders(self, task: Task) -> Dict[str, str]:
+    def _placeholders(self, task: Task) -> dict[str, str]:
         start = self.start_request
         assert start is not None
         values = {
@@ -454,7 +457,9 @@ class Agent:
         elif command == "stop":
             grace = message.get("grace_secs")
             self.followers.follow(connection, [], {})
-            self.happen(core.Stop(str(message.get("reason", "stopped")), None if grace is None else float(grace)))
+            self.happen(
+                core.Stop(str(message.get("reason", "stopped")), None if grace is None else float(grace))
+            )
         elif command == "follow":
             self._follow(connection, message)
         elif "renew" in message:
@@ -491,7 +496,7 @@ class Agent:
             raise RefusedError("not_found", f"{name} is not a TF task of this host")
         self.happen(core.Launch(name))
 
-    def _follow(self, connection: Connection, message: Dict[str, Any]) -> None:
+    def _follow(self, connection: Connection, message: dict[str, Any]) -> None:
         since = integer(message.get("from_seq"), 0)
         wanted = message.get("logs") or []
         logs = {name: self.acknowledged.get(name) for name in wanted if name in self.logs}
@@ -504,10 +509,10 @@ class Agent:
                 history.append({"type": Kind.PROGRESS, "task": name, "progress": newest})
         self.followers.follow(connection, history, logs)
 
-    def status(self) -> Dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         tasks = []
         for name, view in self.state.tasks.items():
-            row: Dict[str, Any] = {"task": name, "state": view.state.value, "attempt": view.attempt}
+            row: dict[str, Any] = {"task": name, "state": view.state.value, "attempt": view.attempt}
             if view.pid is not None:
                 row.update(pid=view.pid, started=self.processes.started(view.pid))
             if view.exit is not None:

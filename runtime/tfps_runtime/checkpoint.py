@@ -15,8 +15,9 @@ import os
 import re
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Optional
 
 from tfps_runtime.protocol import Message
 
@@ -25,7 +26,9 @@ TABLE_MAGIC = 0xDB4775248B80FB57
 STATE_FILE = "checkpoint"
 _INDEX = re.compile(r"(?P<prefix>.+-(?P<step>\d+))\.index\Z")
 _SHARD = re.compile(r"(?P<prefix>.+)\.data-(?P<i>\d{5})-of-(?P<n>\d{5})\Z")
-_STATE_PATH = re.compile(r'^\s*(?P<field>model_checkpoint_path|all_model_checkpoint_paths)\s*:\s*"(?P<path>(?:[^"\\]|\\.)*)"')
+_STATE_PATH = re.compile(
+    r'^\s*(?P<field>model_checkpoint_path|all_model_checkpoint_paths)\s*:\s*"(?P<path>(?:[^"\\]|\\.)*)"'
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def is_whole_index(path: str) -> bool:
         return False
 
 
-def read_state(directory: str) -> Tuple[Optional[str], List[str]]:
+def read_state(directory: str) -> tuple[Optional[str], list[str]]:
     """The state file's newest path and all its paths, re-based on `directory`; (None, []) without a state file.
 
     Absolute paths in the file are of the machine and folder where it was written; what counts is the last part.
@@ -80,10 +83,10 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
 
 
-def complete_checkpoints(directory: str) -> List[Checkpoint]:
+def complete_checkpoints(directory: str) -> list[Checkpoint]:
     """Complete checkpoints in `directory`, by global step. A missing directory has none; reads no tensor data."""
-    shards: Dict[str, Dict[int, Tuple[int, int]]] = {}
-    indices: List[Tuple[int, str]] = []
+    shards: dict[str, dict[int, tuple[int, int]]] = {}
+    indices: list[tuple[int, str]] = []
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -127,11 +130,17 @@ def latest_checkpoint(directory: str) -> Optional[Checkpoint]:
 
 
 def watch(
-    directory: str, *, after_step: int = -1, newer_than: float = 0.0, newest: bool = False, poll_secs: float = 0.2
+    directory: str,
+    *,
+    after_step: int = -1,
+    newer_than: float = 0.0,
+    newest: bool = False,
+    poll_secs: float = 0.2,
 ) -> Iterator[Optional[Checkpoint]]:
     """Complete checkpoints in order as they appear, each once; None after each look that found nothing. Endless.
 
-    With `newest`, each look gives the newest only. `after_step`: only higher global steps. `newer_than`: only those whose index is younger (seconds since the epoch).
+    With `newest`, each look gives the newest only. `after_step`: only higher global steps. `newer_than`: only
+    those whose index is younger (seconds since the epoch).
     """
     signature: Any = None
     while True:
@@ -139,7 +148,11 @@ def watch(
         now = _signature(directory)
         if now != signature:
             signature = now
-            fresh = [c for c in complete_checkpoints(directory) if c.global_step > after_step and c.time >= newer_than]
+            fresh = [
+                c
+                for c in complete_checkpoints(directory)
+                if c.global_step > after_step and c.time >= newer_than
+            ]
         for checkpoint in fresh[-1:] if newest else fresh:
             after_step = max(after_step, checkpoint.global_step)
             yield checkpoint

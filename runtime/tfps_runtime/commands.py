@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Optional
 
 from tfps_runtime.agent import is_listening
 from tfps_runtime.checkpoint import watch
@@ -48,13 +49,13 @@ from tfps_runtime.tails import Acknowledged, LogFile
 ANSWER_SECS = 30.0
 
 
-def say(message: Dict[str, Any]) -> None:
+def say(message: dict[str, Any]) -> None:
     """One line to whoever runs the command."""
     sys.stdout.write(dump(message) + "\n")
     sys.stdout.flush()
 
 
-def paths_of(request: Dict[str, Any]) -> Paths:
+def paths_of(request: dict[str, Any]) -> Paths:
     """The paths of the training that a request names. Raises ProtocolError."""
     try:
         training, host = TrainingId.parse(request["training"]), str(request["host"])
@@ -78,7 +79,7 @@ def reach(paths: Paths) -> Optional[socket.socket]:
     return sock
 
 
-def lines_of(sock: socket.socket) -> Iterator[Dict[str, Any]]:
+def lines_of(sock: socket.socket) -> Iterator[dict[str, Any]]:
     with sock.makefile("r", encoding="utf-8") as file:
         for line in file:
             message = load(line)
@@ -86,7 +87,7 @@ def lines_of(sock: socket.socket) -> Iterator[Dict[str, Any]]:
                 yield message
 
 
-def ask(paths: Paths, request: Dict[str, Any]) -> Dict[str, Any]:
+def ask(paths: Paths, request: dict[str, Any]) -> dict[str, Any]:
     """One request, one answer. Raises RefusedError, code `gone` when there is no agent."""
     sock = reach(paths)
     if sock is None:
@@ -96,9 +97,13 @@ def ask(paths: Paths, request: Dict[str, Any]) -> Dict[str, Any]:
         try:
             answer = next(lines_of(sock))
         except StopIteration:
-            raise RefusedError("gone", f"the agent of {paths.training} ended while it was asked", transient=True) from None
+            raise RefusedError(
+                "gone", f"the agent of {paths.training} ended while it was asked", transient=True
+            ) from None
         except socket.timeout:
-            raise RefusedError("busy", f"the agent of {paths.training} does not answer", transient=True) from None
+            raise RefusedError(
+                "busy", f"the agent of {paths.training} does not answer", transient=True
+            ) from None
     if answer.get("type") == Kind.ERROR:
         raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
     return answer
@@ -107,7 +112,7 @@ def ask(paths: Paths, request: Dict[str, Any]) -> Dict[str, Any]:
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
-def preflight(request: Dict[str, Any]) -> None:
+def preflight(request: dict[str, Any]) -> None:
     """What the host has, and what it lacks, before anything is reserved; touches nothing but its own folders."""
     workdir = os.path.expanduser(str(request.get("workdir", "~/.tfps")))
     faults = []
@@ -129,8 +134,10 @@ def preflight(request: Dict[str, Any]) -> None:
         except (ImportError, ValueError):
             is_there = False
         if not is_there:
-            faults.append(f"{sys.executable} has no module {name}; install it there, or name another `python`")
-    gpus: Optional[List[Any]] = None
+            faults.append(
+                f"{sys.executable} has no module {name}; install it there, or name another `python`"
+            )
+    gpus: Optional[list[Any]] = None
     try:
         gpus = [{"bus": g.bus, "used_mib": g.used_mib} for g in list_gpus()]
     except RefusedError as error:
@@ -153,7 +160,7 @@ def preflight(request: Dict[str, Any]) -> None:
     )
 
 
-def reserve(request: Dict[str, Any]) -> None:
+def reserve(request: dict[str, Any]) -> None:
     """Start the training's agent, or find it alive; answers with its `Reservation`."""
     wanted = ReserveRequest.from_json(request)
     paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
@@ -194,27 +201,27 @@ def reserve(request: Dict[str, Any]) -> None:
     say(Reservation.from_json(answer).to_json())
 
 
-def start(request: Dict[str, Any]) -> None:
+def start(request: dict[str, Any]) -> None:
     """Give the agent the cluster's addresses; it starts its TF tasks, all but the chief."""
     say(ask(paths_of(request), {"command": "start", **_only(request, "request", "lease_secs")}))
 
 
-def launch(request: Dict[str, Any]) -> None:
+def launch(request: dict[str, Any]) -> None:
     """Start the chief; nothing happens when it was started already."""
     say(ask(paths_of(request), {"command": "launch", "task": request.get("task")}))
 
 
-def dump_stacks(request: Dict[str, Any]) -> None:
+def dump_stacks(request: dict[str, Any]) -> None:
     """Ask every TF task of the training for its stacks; they appear in its log."""
     say(ask(paths_of(request), {"command": "dump"}))
 
 
-def renew(request: Dict[str, Any]) -> None:
+def renew(request: dict[str, Any]) -> None:
     """Let the training's lease run for `lease_secs` from now."""
     say(ask(paths_of(request), {"command": "renew", **_only(request, "lease_secs")}))
 
 
-def probe(request: Dict[str, Any]) -> None:
+def probe(request: dict[str, Any]) -> None:
     """Wait until every address accepts connections, or a TF task of this host has failed, or the time is over.
 
     Answers with what is `missing` (task -> why) and, when something failed here, `failed`.
@@ -236,7 +243,13 @@ def probe(request: Dict[str, Any]) -> None:
         if not missing or failed or now >= until:
             break
         time.sleep(0.05)
-    say({"type": "probe", "missing": {t: f"{a} does not accept connections" for t, a in missing.items()}, "failed": failed})
+    say(
+        {
+            "type": "probe",
+            "missing": {t: f"{a} does not accept connections" for t, a in missing.items()},
+            "failed": failed,
+        }
+    )
 
 
 def _failure(paths: Paths) -> Optional[str]:
@@ -247,18 +260,20 @@ def _failure(paths: Paths) -> Optional[str]:
     for task in found["tasks"]:
         if task["state"] == TaskState.FAILED.value:
             tail = LogFile(paths.log(Task.parse(task["task"]))).tail(15)
-            return "\n".join([f"{Task.parse(task['task']).at(paths.host)} failed; the end of its log:", *tail])
+            return "\n".join(
+                [f"{Task.parse(task['task']).at(paths.host)} failed; the end of its log:", *tail]
+            )
     if found["state"] == TrainingState.FAILED.value:
         return str(found.get("reason") or "the training failed")
     return None
 
 
-def status(request: Dict[str, Any]) -> None:
+def status(request: dict[str, Any]) -> None:
     """How the training stands on this host, from its agent or from what that left behind."""
     say(look(paths_of(request)))
 
 
-def look(paths: Paths) -> Dict[str, Any]:
+def look(paths: Paths) -> dict[str, Any]:
     try:
         found = ask(paths, {"command": "status"})
     except RefusedError as error:
@@ -271,9 +286,9 @@ def look(paths: Paths) -> Dict[str, Any]:
     return found
 
 
-def recall(paths: Paths) -> Dict[str, Any]:
+def recall(paths: Paths) -> dict[str, Any]:
     """The status of a training whose agent is gone, from its events. What had not ended is LOST."""
-    tasks: Dict[str, Dict[str, Any]] = {}
+    tasks: dict[str, dict[str, Any]] = {}
     state: Optional[str] = None
     reason, result = None, None
     events = history(paths)
@@ -302,10 +317,13 @@ def recall(paths: Paths) -> Dict[str, Any]:
     }
 
 
-def history(paths: Paths, since: int = 0) -> List[Dict[str, Any]]:
+def history(paths: Paths, since: int = 0) -> list[dict[str, Any]]:
     """Events on disk with a higher sequence number; a torn last line is passed over."""
     found = []
-    with contextlib.suppress(FileNotFoundError), open(paths.events, encoding="utf-8", errors="replace") as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(paths.events, encoding="utf-8", errors="replace") as file,
+    ):
         for line in file:
             with contextlib.suppress(ProtocolError):
                 event = load(line)
@@ -314,7 +332,7 @@ def history(paths: Paths, since: int = 0) -> List[Dict[str, Any]]:
     return found
 
 
-def follow(request: Dict[str, Any]) -> None:
+def follow(request: dict[str, Any]) -> None:
     """Events after `from_seq`, progress and the logs of `logs`, as they come, until the training has ended here.
 
     Lines on standard input go to the agent: `{"ack": {"task": …, "offset": …}}`, `{"renew": secs}`. Its end of file
@@ -323,7 +341,7 @@ def follow(request: Dict[str, Any]) -> None:
     paths = paths_of(request)
     seen = integer(request.get("from_seq"), 0)
     logs = [str(name) for name in request.get("logs", [])]
-    offsets: Dict[str, int] = {}
+    offsets: dict[str, int] = {}
     is_final = False
     sock = reach(paths)
     if sock is not None:
@@ -363,7 +381,7 @@ def follow(request: Dict[str, Any]) -> None:
         say({"type": Kind.GONE, "state": recall(paths)["state"]})
 
 
-def _is_end(message: Dict[str, Any]) -> bool:
+def _is_end(message: dict[str, Any]) -> bool:
     """Whether a message says that the training has been stopped on this host: nothing comes after it."""
     return message.get("last") is True
 
@@ -390,35 +408,43 @@ def _relay(sock: socket.socket) -> Iterator[bytes]:
             yield from lines
 
 
-def logs(request: Dict[str, Any]) -> None:
+def logs(request: dict[str, Any]) -> None:
     """The last `lines` lines of a TF task's log."""
     paths = paths_of(request)
     task = Task.parse(str(request.get("task")))
     log = LogFile(paths.log(task))
-    say({"type": Kind.LOG, "task": str(task), "offset": log.size(), "lines": log.tail(integer(request.get("lines"), 100))})
+    say(
+        {
+            "type": Kind.LOG,
+            "task": str(task),
+            "offset": log.size(),
+            "lines": log.tail(integer(request.get("lines"), 100)),
+        }
+    )
 
 
-def stop(request: Dict[str, Any]) -> None:
+def stop(request: dict[str, Any]) -> None:
     """End the training here: SIGTERM, after the grace time SIGKILL; waits until nothing is left of it.
 
     With `training`, that one; with `key`, every incarnation of it on this machine that belongs to `host`. Answers with
     the `stopped` trainings (id -> state). Stopping what is not there is no error.
     """
-    stopped: Dict[str, str] = {}
+    stopped: dict[str, str] = {}
     if "training" in request:
         found = [paths_of(request)]
     else:
         found = [
             Paths(record.workdir, TrainingId.parse(record.training), record.host)
             for _, record in living()
-            if TrainingId.parse(record.training).key == request.get("key") and record.host == request.get("host")
+            if TrainingId.parse(record.training).key == request.get("key")
+            and record.host == request.get("host")
         ]
     for paths in found:
         stopped[str(paths.training)] = _stop(paths, request)
     say({"type": "stopped", "stopped": stopped})
 
 
-def _stop(paths: Paths, request: Dict[str, Any]) -> str:
+def _stop(paths: Paths, request: dict[str, Any]) -> str:
     sock = reach(paths)
     if sock is None and not is_held(paths.lock):
         return str(recall(paths)["state"])
@@ -435,10 +461,12 @@ def _stop(paths: Paths, request: Dict[str, Any]) -> str:
             return str(recall(paths)["state"])
         time.sleep(0.01)
     record = read_lock(paths.lock)
-    raise RefusedError("busy", f"the agent of {paths.training} (pid {record and record.pid}) does not end", transient=True)
+    raise RefusedError(
+        "busy", f"the agent of {paths.training} (pid {record and record.pid}) does not end", transient=True
+    )
 
 
-def put(request: Dict[str, Any], content: BinaryIO) -> None:
+def put(request: dict[str, Any], content: BinaryIO) -> None:
     """Store what follows on standard input under its hash, unless it is there; answers with its `path`.
 
     `kind` is `file` or `tar` (unpacked; regular files and folders below the blob only). Raises RefusedError when what
@@ -499,7 +527,7 @@ def _unpack(archive: str, target: str) -> None:
                 shutil.copyfileobj(source, file)
 
 
-def checkpoints(request: Dict[str, Any]) -> None:
+def checkpoints(request: dict[str, Any]) -> None:
     """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between."""
     directory = os.path.expanduser(str(request["directory"]))
     said = time.monotonic()
@@ -521,7 +549,7 @@ def checkpoints(request: Dict[str, Any]) -> None:
             break
 
 
-def sweep(request: Dict[str, Any]) -> None:
+def sweep(_request: dict[str, Any]) -> None:
     """Remove locks and sockets of dead agents of this user; nothing of a living one, no checkpoint, no log."""
     removed = []
     with contextlib.suppress(FileNotFoundError):
@@ -535,7 +563,7 @@ def sweep(request: Dict[str, Any]) -> None:
     say({"type": "swept", "removed": removed})
 
 
-def _only(request: Dict[str, Any], *names: str) -> Dict[str, Any]:
+def _only(request: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: request[name] for name in names if request.get(name) is not None}
 
 

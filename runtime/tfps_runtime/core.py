@@ -8,8 +8,9 @@ Imports `protocol` only. No I/O, no clock, no processes: `agent` turns the world
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Optional, Union
 
 from tfps_runtime.protocol import (
     EXIT_TRY_AGAIN,
@@ -59,7 +60,7 @@ class AgentState:
     tasks: Mapping[str, TaskView]
     lease_until: float
     training: TrainingState = TrainingState.RESERVED
-    ending: Optional[Tuple[TrainingState, str]] = None
+    ending: Optional[tuple[TrainingState, str]] = None
     """What the training's state becomes when the last process is gone, and why."""
     grace_secs: float = 30.0
     stall_secs: float = 600.0
@@ -71,7 +72,7 @@ class AgentState:
     """While the training ends: ps stay until then, because a chief on another host may still be saving."""
 
 
-# --- what happens ------------------------------------------------------------------------------------------------------
+# --- what happens --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,9 @@ class Tick:
     pass
 
 
-Event = Union[
-    Start, Launch, Spawned, Listening, Advanced, Exited, Finished, Broken, Stop, Renew, Tick
-]
+Event = Union[Start, Launch, Spawned, Listening, Advanced, Exited, Finished, Broken, Stop, Renew, Tick]
 
-# --- what to do about it -------------------------------------------------------------------------------------------------
+# --- what to do about it -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class Dump:
 class Tell:
     """Write down and push to followers."""
 
-    message: Dict[str, Any] = field(default_factory=dict)
+    message: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ Action = Union[Spawn, Kill, Dump, Tell, Leave]
 SIGTERM, SIGKILL = 15, 9
 
 
-def step(state: AgentState, event: Event, now: float) -> Tuple[AgentState, List[Action]]:
+def step(state: AgentState, event: Event, now: float) -> tuple[AgentState, list[Action]]:
     """Decide. Pure: the same arguments give the same answer; `state` is not changed.
 
     `now` is of a monotonic clock, in seconds. Events about unknown or already ended tasks change nothing.
@@ -220,9 +219,8 @@ def step(state: AgentState, event: Event, now: float) -> Tuple[AgentState, List[
         draft.broken(event.reason)
     elif isinstance(event, Stop):
         draft.stop(event.state, event.reason, event.grace_secs)
-    elif isinstance(event, Renew):
-        if draft.state.ending is None:
-            draft.change(lease_until=now + event.secs)
+    elif isinstance(event, Renew) and draft.state.ending is None:
+        draft.change(lease_until=now + event.secs)
     draft.look_at_the_clock()
     draft.settle()
     return draft.state, draft.actions
@@ -247,7 +245,7 @@ class _Draft:
     def __init__(self, state: AgentState, now: float) -> None:
         self.state = state
         self.now = now
-        self.actions: List[Action] = []
+        self.actions: list[Action] = []
 
     # --- writing
 
@@ -259,7 +257,7 @@ class _Draft:
         self.change(tasks={**self.state.tasks, name: view})
         return view
 
-    def tell(self, message: Dict[str, Any]) -> None:
+    def tell(self, message: dict[str, Any]) -> None:
         self.actions.append(Tell(message))
 
     def move(self, name: str, to: TaskState, *, reason: str = "", **values: Any) -> None:
@@ -267,7 +265,12 @@ class _Draft:
         if to not in TASK_TRANSITIONS[view.state]:
             raise AssertionError(f"{name}: {view.state.value} -> {to.value} is not in the table")
         view = self.put(name, state=to, since=self.now, **{"due": None, **values})
-        message: Dict[str, Any] = {"type": Kind.TASK, "task": name, "state": to.value, "attempt": view.attempt}
+        message: dict[str, Any] = {
+            "type": Kind.TASK,
+            "task": name,
+            "state": to.value,
+            "attempt": view.attempt,
+        }
         if to.is_alive and view.pid is not None:
             message["pid"] = view.pid
         if view.exit is not None and not to.is_alive:
@@ -282,7 +285,7 @@ class _Draft:
         if to not in TRAINING_TRANSITIONS[self.state.training]:
             raise AssertionError(f"{self.state.training.value} -> {to.value} is not in the table")
         self.change(training=to)
-        message: Dict[str, Any] = {"type": Kind.TRAINING, "state": to.value}
+        message: dict[str, Any] = {"type": Kind.TRAINING, "state": to.value}
         if reason:
             message["reason"] = reason
         if is_last:

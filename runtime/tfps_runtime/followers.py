@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from collections.abc import Iterable
+from typing import Any, Callable, Optional
 
 from tfps_runtime.protocol import BEAT_SECS, MAX_LINE, Kind, ProtocolError, dump, load
 from tfps_runtime.tails import LogFile
@@ -30,7 +31,7 @@ class Connection:
         self.is_closed = False
         self.closes_when_sent = False
         self.is_follower = False
-        self.logs: Dict[str, int] = {}
+        self.logs: dict[str, int] = {}
         """TF tasks whose logs are pushed, with the offset up to which they were."""
         self.said = time.monotonic()
 
@@ -42,7 +43,7 @@ class Connection:
         """Bytes not yet taken by the client."""
         return len(self._out)
 
-    def receive(self) -> List[Any]:
+    def receive(self) -> list[Any]:
         """Messages that have arrived whole; closes at end of file and at nonsense."""
         try:
             data = self.sock.recv(65536)
@@ -64,7 +65,7 @@ class Connection:
                 messages.append(load(line.decode("utf-8", "replace")))
         return messages
 
-    def say(self, message: Dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any]) -> None:
         if self.is_closed:
             return
         self._out += dump(message).encode() + b"\n"
@@ -99,16 +100,14 @@ class Followers:
 
     def __init__(self, log_of: Callable[[str], LogFile]) -> None:
         self._log_of = log_of
-        self.connections: List[Connection] = []
+        self.connections: list[Connection] = []
 
     def add(self, sock: socket.socket) -> Connection:
         connection = Connection(sock)
         self.connections.append(connection)
         return connection
 
-    def follow(
-        self, connection: Connection, history: Iterable[Dict[str, Any]], logs: Dict[str, int]
-    ) -> None:
+    def follow(self, connection: Connection, history: Iterable[dict[str, Any]], logs: dict[str, int]) -> None:
         """Make a connection a follower: `history` first, then whatever comes, and the `logs` from their offsets."""
         connection.is_follower = True
         connection.logs = dict(logs)
@@ -116,12 +115,12 @@ class Followers:
             connection.say(message)
         connection.say({"type": Kind.CAUGHT_UP})
 
-    def tell(self, message: Dict[str, Any]) -> None:
+    def tell(self, message: dict[str, Any]) -> None:
         for connection in self.connections:
             if connection.is_follower:
                 connection.say(message)
 
-    def forget_closed(self) -> List[Connection]:
+    def forget_closed(self) -> list[Connection]:
         closed = [c for c in self.connections if c.is_closed]
         if closed:
             self.connections = [c for c in self.connections if not c.is_closed]
@@ -144,7 +143,7 @@ class Followers:
                     is_behind = is_behind or log.size() > after
         return is_behind
 
-    def beat(self, extra: Dict[str, Any]) -> None:
+    def beat(self, extra: dict[str, Any]) -> None:
         now = time.monotonic()
         for connection in self.connections:
             if connection.is_follower and now - connection.said >= BEAT_SECS:

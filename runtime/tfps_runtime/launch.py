@@ -18,8 +18,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Optional
 
 from tfps_runtime.protocol import Message, Program
 
@@ -27,7 +28,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 PROXY_VARIABLES = frozenset(
-    name for lower in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") for name in (lower, lower.upper())
+    name
+    for lower in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+    for name in (lower, lower.upper())
 )
 """gRPC would send the cluster's own traffic into these."""
 
@@ -40,8 +43,8 @@ class Launch(Message):
     log: str
     directory: str
     program: Program
-    argv: Tuple[str, ...] = ()
-    env: Dict[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
     seed: Optional[str] = None
     compat: Optional[str] = None
 
@@ -59,7 +62,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def clean_environment(extra: Dict[str, str]) -> Dict[str, str]:
+def clean_environment(extra: dict[str, str]) -> dict[str, str]:
     """This process's environment without proxies, with `extra`, and with what TensorFlow's server needs."""
     env = {k: v for k, v in os.environ.items() if k not in PROXY_VARIABLES}
     env.update(
@@ -135,13 +138,13 @@ def run_program(launch: Launch) -> int:
     program = launch.program
     try:
         if program.module is not None:
-            from tfps_runtime import training  # noqa: PLC0415  imports TensorFlow
+            from tfps_runtime import training
 
             sys.argv = [program.module]
             return int(training.main())
         assert program.script is not None
         if launch.compat == "tf1":
-            from tfps_runtime.training import compat  # noqa: PLC0415  imports TensorFlow
+            from tfps_runtime.training import compat
 
             compat.install()
         sys.argv = [program.script, *launch.argv]

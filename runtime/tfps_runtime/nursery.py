@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, Dict, List
+from typing import Any
 
 from tfps_runtime.launch import Launch, become, die_with_parent
 from tfps_runtime.protocol import Exit
@@ -35,9 +35,9 @@ def exit_of(status: int) -> Exit:
     return Exit(code=os.WEXITSTATUS(status))
 
 
-def reap() -> List[Any]:
+def reap() -> list[Any]:
     """Every child that has ended, as (pid, Exit)."""
-    ended = []
+    ended: list[Any] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -54,7 +54,7 @@ def main() -> int:
     die_with_parent(parent)
     channel = socket.socket(fileno=fd)
 
-    def say(message: Dict[str, Any]) -> None:
+    def say(message: dict[str, Any]) -> None:
         channel.send(json.dumps(message).encode())
 
     started = time.monotonic()
@@ -76,12 +76,12 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # the forks share these objects' pages for longer
     while True:
-        readable, _, _ = select.select([channel, wake_reader], [], [])
+        readable, _, _ = select.select([fd, wake_reader], [], [])
         if wake_reader in readable:
             os.read(wake_reader, 4096)
             for pid, ended in reap():
                 say({"exited": pid, **{k: v for k, v in ended.to_json().items() if v is not None}})
-        if channel in readable:
+        if fd in readable:
             data = channel.recv(MAX_MESSAGE)
             if not data:
                 return 0

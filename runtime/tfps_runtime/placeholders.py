@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tfps_runtime.protocol import ROLE_NAME
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -69,9 +67,3 @@ def values_for(
     if steps is not None:
         values["steps"] = str(steps)
     return values
-
-
-def role_of(name: str) -> str | None:
-    """The role that a placeholder `<role>_hosts` speaks of; None for any other name."""
-    role = name[: -len(HOSTS_SUFFIX)] if name.endswith(HOSTS_SUFFIX) else ""
-    return role if ROLE_NAME.fullmatch(role) else None

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Optional
 
 from tfps_runtime.launch import LAUNCH_VARIABLE, Launch, clean_environment, enter, without_environment
 from tfps_runtime.nursery import MAX_MESSAGE
@@ -28,7 +29,7 @@ def runtime_location() -> str:
     return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def runtime_argv(*arguments: str) -> List[str]:
+def runtime_argv(*arguments: str) -> list[str]:
     """The command line that runs this runtime with this interpreter."""
     location = runtime_location()
     if os.path.isdir(location):
@@ -45,12 +46,15 @@ def start_time(pid: int) -> Optional[int]:
         return None
 
 
-def children_of(parent: int) -> List[int]:
+def children_of(parent: int) -> list[int]:
     """Pids of the living (not zombie) children of a process."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+            with (
+                contextlib.suppress(OSError, IndexError, ValueError),
+                open(f"/proc/{name}/stat", "rb") as file,
+            ):
                 fields = file.read().rsplit(b")", 1)[1].split()
                 if int(fields[1]) == parent and fields[0] != b"Z":
                     found.append(int(name))
@@ -67,7 +71,7 @@ class _Process:
 class Processes:
     """Starts, signals and reaps. Every method returns at once."""
 
-    def __init__(self, preload: Sequence[str], env: Dict[str, str], *, warm: bool) -> None:
+    def __init__(self, preload: Sequence[str], env: dict[str, str], *, warm: bool) -> None:
         self._preload = list(preload)
         self._env = clean_environment(env)
         location = runtime_location()
@@ -75,9 +79,9 @@ class Processes:
         self._nursery: Optional[subprocess.Popen[bytes]] = None
         self.channel: Optional[socket.socket] = None
         self._is_ready = False
-        self._queue: List[Launch] = []
-        self._asked: Set[str] = set()
-        self._living: Dict[int, _Process] = {}
+        self._queue: list[Launch] = []
+        self._asked: set[str] = set()
+        self._living: dict[int, _Process] = {}
         self._nurseries = 0
         self.ready_secs: Optional[float] = None
         self.broken: Optional[str] = None
@@ -111,8 +115,11 @@ class Processes:
             argv = runtime_argv("task")
             env[LAUNCH_VARIABLE] = without_environment(launch)
         me = os.getpid()
-        process = subprocess.Popen(  # noqa: PLW1509  the agent has one thread
-            argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=lambda: enter(launch, me)
+        process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: enter(launch, me),  # noqa: PLW1509  the agent has one thread
         )
         process.returncode = 0  # reaped by `reap`, not by subprocess
         self._living[process.pid] = _Process(launch.task, start_time(process.pid), is_forked=False)
@@ -129,10 +136,10 @@ class Processes:
 
     # --- what has happened
 
-    def hear(self) -> Tuple[List[Tuple[str, int]], List[Tuple[str, Exit, str, bool]]]:
+    def hear(self) -> tuple[list[tuple[str, int]], list[tuple[str, Exit, str, bool]]]:
         """What the nursery said: (task, pid) of new processes; (task, exit, reason, charged) of ended ones."""
-        spawned: List[Tuple[str, int]] = []
-        ended: List[Tuple[str, Exit, str, bool]] = []
+        spawned: list[tuple[str, int]] = []
+        ended: list[tuple[str, Exit, str, bool]] = []
         while self.channel is not None:
             try:
                 data = self.channel.recv(MAX_MESSAGE)
@@ -144,7 +151,7 @@ class Processes:
                 self.channel.close()
                 self.channel = None
                 break
-            message: Dict[str, Any] = json.loads(data)
+            message: dict[str, Any] = json.loads(data)
             if "ready" in message:
                 self._is_ready, self.ready_secs = True, message["ready"]
             elif "broken" in message:
@@ -163,9 +170,9 @@ class Processes:
         self._feed()
         return spawned, ended
 
-    def reap(self) -> List[Tuple[str, Exit, str, bool]]:
+    def reap(self) -> list[tuple[str, Exit, str, bool]]:
         """Collect dead children: spawned tasks, a dead nursery with its tasks, adopted orphans."""
-        ended: List[Tuple[str, Exit, str, bool]] = []
+        ended: list[tuple[str, Exit, str, bool]] = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -173,7 +180,11 @@ class Processes:
                 break
             if pid == 0:
                 break
-            exit_ = Exit(signal=os.WTERMSIG(status)) if os.WIFSIGNALED(status) else Exit(code=os.WEXITSTATUS(status))
+            exit_ = (
+                Exit(signal=os.WTERMSIG(status))
+                if os.WIFSIGNALED(status)
+                else Exit(code=os.WEXITSTATUS(status))
+            )
             if self._nursery is not None and pid == self._nursery.pid:
                 self._nursery.returncode = 0
                 ended.extend(self._nursery_died(exit_))
@@ -188,7 +199,7 @@ class Processes:
                 ended.append((process.task, exit_, "", True))
         return ended
 
-    def _nursery_died(self, exit_: Exit) -> List[Tuple[str, Exit, str, bool]]:
+    def _nursery_died(self, exit_: Exit) -> list[tuple[str, Exit, str, bool]]:
         _, ended = self.hear()
         if self.channel is not None:
             self.channel.close()
@@ -227,7 +238,7 @@ class Processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
 
-    def end_all(self, secs: float = 5.0) -> List[int]:
+    def end_all(self, secs: float = 5.0) -> list[int]:
         """Kill and reap everything below the agent; returns the pids that would not go. Blocks up to `secs`."""
         if self.channel is not None:
             self.channel.close()

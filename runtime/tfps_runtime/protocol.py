@@ -16,9 +16,13 @@ import json
 import os
 import re
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # not there on a host
 
 VERSION = 1
 """Of the wire format, the handle and every file below a training's directory. One version back is read."""
@@ -339,14 +343,14 @@ def _check(value: Any, kind: Any, where: str) -> Any:
 class Message:
     """Base of the dataclasses that travel as JSON: round trip, types checked, unknown keys refused."""
 
-    def to_json(self) -> Dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             f.name: _plain(getattr(self, f.name))
             for f in dataclasses.fields(self)  # type: ignore[arg-type]
         }
 
     @classmethod
-    def from_json(cls: Type[M], data: Any, where: str = "") -> M:
+    def from_json(cls, data: Any, where: str = "") -> Self:
         """Build from parsed JSON. Raises ProtocolError naming the first thing that is wrong."""
         where = where or cls.__name__
         if not isinstance(data, dict):
@@ -367,14 +371,14 @@ class Message:
         return dump(self.to_json())
 
     @classmethod
-    def loads(cls: Type[M], text: str) -> M:
+    def loads(cls, text: str) -> Self:
         return cls.from_json(load(text))
 
 
-_HINTS: Dict[type, Dict[str, Any]] = {}
+_HINTS: dict[type, dict[str, Any]] = {}
 
 
-def _hints(cls: type) -> Dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     if cls not in _HINTS:
         _HINTS[cls] = typing.get_type_hints(cls)
     return _HINTS[cls]
@@ -437,7 +441,7 @@ class TaskSpec(Message):
     has_port: bool = True
     is_chief: bool = False
     warm: bool = True
-    env: Dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> Task:
@@ -451,10 +455,10 @@ class ReserveRequest(Message):
     training: str
     host: str
     workdir: str
-    tasks: Tuple[TaskSpec, ...]
-    ports: Tuple[int, ...] = (20000, 29999)
-    preload: Tuple[str, ...] = ()
-    env: Dict[str, str] = field(default_factory=dict)
+    tasks: tuple[TaskSpec, ...]
+    ports: tuple[int, ...] = (20000, 29999)
+    preload: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
     compat: Optional[str] = None
     checkpoint_dir: Optional[str] = None
     """Where the chief of this host will write; its owner is checked. None on other hosts."""
@@ -471,8 +475,8 @@ class Reservation(Message):
 
     training: str
     host: str
-    ports: Dict[str, int] = field(default_factory=dict)
-    gpus: Dict[str, List[int]] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    gpus: dict[str, list[int]] = field(default_factory=dict)
     workdir: str = ""
     checkpoint_dir: Optional[str] = None
     state: TrainingState = TrainingState.RESERVED
@@ -496,7 +500,7 @@ class TaskContext(Message):
 
     task: str
     host: str
-    cluster: Dict[str, List[str]]
+    cluster: dict[str, list[str]]
     chief: str
     program: str
     checkpoint: CheckpointOptions
@@ -506,9 +510,9 @@ class TaskContext(Message):
     replication: str = "between_graph"
     replicas_to_aggregate: Optional[int] = None
     steps: Optional[int] = None
-    hparams: Dict[str, Any] = field(default_factory=dict)
-    inputs: Dict[str, str] = field(default_factory=dict)
-    session: Dict[str, Any] = field(default_factory=dict)
+    hparams: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    session: dict[str, Any] = field(default_factory=dict)
     start_from: Optional[str] = None
     seed: Optional[int] = None
     grace_secs: float = 30.0
@@ -532,8 +536,8 @@ class Program(Message):
 
     module: Optional[str] = None
     script: Optional[str] = None
-    command: Optional[Tuple[str, ...]] = None
-    args: Tuple[str, ...] = ()
+    command: Optional[tuple[str, ...]] = None
+    args: tuple[str, ...] = ()
     progress: Optional[str] = None
     """Regular expression with groups `step` and, if it likes, `loss`, matched against each log line of a script."""
 
@@ -543,7 +547,7 @@ class StartRequest(Message):
     """The cluster's addresses are known: start this host's TF tasks, all but the chief."""
 
     training: str
-    cluster: Dict[str, List[str]]
+    cluster: dict[str, list[str]]
     chief: str
     program: Program
     checkpoint: CheckpointOptions
@@ -551,11 +555,11 @@ class StartRequest(Message):
     replication: str = "between_graph"
     replicas_to_aggregate: Optional[int] = None
     steps: Optional[int] = None
-    hparams: Dict[str, Any] = field(default_factory=dict)
-    inputs: Dict[str, str] = field(default_factory=dict)
-    session: Dict[str, Any] = field(default_factory=dict)
+    hparams: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    session: dict[str, Any] = field(default_factory=dict)
     start_from: Optional[str] = None
-    secrets: Dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
     """Reach the TF tasks' environment and nothing else: never a file, an event or a log."""
 
 
@@ -604,7 +608,7 @@ class Result(Message):
     global_step: int
     checkpoint: Optional[str] = None
     """Prefix of the last complete checkpoint, e.g. /data/ckpt/x/model.ckpt-10000."""
-    metrics: Dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 # --- what an agent tells ----------------------------------------------------------------------------------------------
@@ -640,7 +644,7 @@ BEAT_SECS = 5.0
 """An agent says something to each follower at least this often."""
 
 
-def error_message(code: str, message: str, *, transient: bool = False) -> Dict[str, Any]:
+def error_message(code: str, message: str, *, transient: bool = False) -> dict[str, Any]:
     return {"type": Kind.ERROR, "code": code, "message": message, "transient": transient}
 
 
@@ -655,9 +659,9 @@ class RefusedError(Exception):
         self.code = code
         self.transient = transient
 
-    def to_json(self) -> Dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return error_message(self.code, str(self), transient=self.transient)
 
 
-def parse_tasks(names: Sequence[str]) -> List[Task]:
+def parse_tasks(names: Sequence[str]) -> list[Task]:
     return [Task.parse(name) for name in names]

@@ -14,8 +14,9 @@ import stat
 import struct
 import subprocess
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Optional
 
 from tfps_runtime.protocol import OWNER_FILE, LockRecord, Owner, Paths, ProtocolError, RefusedError, run_dir
 
@@ -100,7 +101,7 @@ def is_held(path: str) -> bool:
         found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK)))
     finally:
         os.close(fd)
-    return found[0] != fcntl.F_UNLCK
+    return bool(found[0] != fcntl.F_UNLCK)
 
 
 def read_lock(path: str) -> Optional[LockRecord]:
@@ -112,7 +113,7 @@ def read_lock(path: str) -> Optional[LockRecord]:
         return None
 
 
-def living() -> Iterator[Tuple[str, LockRecord]]:
+def living() -> Iterator[tuple[str, LockRecord]]:
     """Locks of the agents of this user that live on this machine, with what they say."""
     try:
         names = sorted(os.listdir(run_dir()))
@@ -136,14 +137,14 @@ class Port:
     bind beside it, again and again over restarts. A connection to it is refused until TensorFlow listens.
     """
 
-    def __init__(self, number: int, sockets: List[socket.socket]) -> None:
+    def __init__(self, number: int, sockets: list[socket.socket]) -> None:
         self.number = number
         self._sockets = sockets
 
     @classmethod
     def hold(cls, number: int) -> Optional[Port]:
         """Hold port `number` on all addresses, or None when it is in use."""
-        sockets: List[socket.socket] = []
+        sockets: list[socket.socket] = []
         try:
             for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104
                 try:
@@ -174,14 +175,14 @@ class Port:
             held.close()
 
 
-def hold_ports(names: Sequence[str], ports: Sequence[int], salt: str) -> Dict[str, Port]:
+def hold_ports(names: Sequence[str], ports: Sequence[int], salt: str) -> dict[str, Port]:
     """Hold one port for each name out of `ports` (first, last). All or none.
 
     Trainings begin their search at different places, so that two of them rarely try the same port.
     """
     first, last = ports[0], ports[-1]
     count = last - first + 1
-    held: Dict[str, Port] = {}
+    held: dict[str, Port] = {}
     offset = zlib.crc32(salt.encode()) % count
     for i in range(count):
         if len(held) == len(names):
@@ -210,7 +211,7 @@ class Gpu:
     used_mib: int
 
 
-def list_gpus(timeout: float = 20.0) -> List[Gpu]:
+def list_gpus(timeout: float = 20.0) -> list[Gpu]:
     """Ask `nvidia-smi`. No GPU driver means no GPUs; a driver that does not answer is an error."""
     query = ["nvidia-smi", "--query-gpu=pci.bus_id,memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -218,7 +219,9 @@ def list_gpus(timeout: float = 20.0) -> List[Gpu]:
     except FileNotFoundError:
         return []
     except subprocess.TimeoutExpired:
-        raise RefusedError("gpu", f"nvidia-smi did not answer within {timeout:.0f} s", transient=True) from None
+        raise RefusedError(
+            "gpu", f"nvidia-smi did not answer within {timeout:.0f} s", transient=True
+        ) from None
     if answer.returncode != 0:
         message = (answer.stderr or answer.stdout).strip().splitlines()
         raise RefusedError("gpu", f"nvidia-smi: {message[0][:200] if message else answer.returncode}")
@@ -240,7 +243,9 @@ class GpuLock:
     @classmethod
     def hold(cls, gpu: Gpu) -> Optional[GpuLock]:
         name = "".join(c if c.isalnum() else "-" for c in gpu.bus)
-        fd = os.open(os.path.join(ensure_run_dir(), f"gpu-{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            os.path.join(ensure_run_dir(), f"gpu-{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -252,7 +257,7 @@ class GpuLock:
         os.close(self._fd)
 
 
-def hold_gpus(wanted: Dict[str, int]) -> Tuple[Dict[str, List[int]], List[GpuLock]]:
+def hold_gpus(wanted: dict[str, int]) -> tuple[dict[str, list[int]], list[GpuLock]]:
     """Hold as many GPUs for each name as it wants. All or none; RefusedError(`busy`) when too few are free."""
     total = sum(wanted.values())
     if total == 0:
@@ -260,7 +265,7 @@ def hold_gpus(wanted: Dict[str, int]) -> Tuple[Dict[str, List[int]], List[GpuLoc
     gpus = list_gpus()
     if len(gpus) < total:
         raise RefusedError("gpu", f"{total} GPUs are needed, the host has {len(gpus)}")
-    held: List[GpuLock] = []
+    held: list[GpuLock] = []
     for gpu in gpus:
         if len(held) < total and gpu.used_mib < MAX_USED_MIB:
             lock = GpuLock.hold(gpu)
@@ -310,7 +315,9 @@ def own_checkpoint_dir(directory: str, paths: Paths, *, is_fixed: bool) -> str:
         if owner is not None and owner.training != str(paths.training):
             if is_held(owner.lock):
                 raise RefusedError(
-                    "checkpoint_owned", f"{candidate} is being written by training {owner.training}", transient=True
+                    "checkpoint_owned",
+                    f"{candidate} is being written by training {owner.training}",
+                    transient=True,
                 )
             if owner.finished and not is_fixed:
                 number += 1

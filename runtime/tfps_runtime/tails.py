@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional
 
 from tfps_runtime.protocol import Progress, ProtocolError, dump, load
 from tfps_runtime.reserve import write_file
@@ -54,7 +54,7 @@ class LogFile:
         write_file(self._base_path, str(self._base))
         return True
 
-    def read_lines(self, offset: int, *, is_complete: bool = False) -> Tuple[int, List[str]]:
+    def read_lines(self, offset: int, *, is_complete: bool = False) -> tuple[int, list[str]]:
         """Whole lines from `offset` on, at most CHUNK bytes of them; returns the offset after them.
 
         A last line without a newline is held back until `is_complete` (the writer is gone) or until it is longer
@@ -72,7 +72,7 @@ class LogFile:
         content = content[:cut]
         return start + cut, content.decode("utf-8", "replace").splitlines()
 
-    def _read(self, offset: int, count: int) -> Optional[Tuple[int, bytes]]:
+    def _read(self, offset: int, count: int) -> Optional[tuple[int, bytes]]:
         if offset < self._base:
             with contextlib.suppress(FileNotFoundError):
                 before = self._base - os.stat(self.path + ".1").st_size
@@ -85,11 +85,11 @@ class LogFile:
             return None
         return (offset, content) if content else None
 
-    def tail(self, lines: int) -> List[str]:
+    def tail(self, lines: int) -> list[str]:
         """The last lines, of at most 256 KiB; with the rotated part's end when the log is shorter."""
         size = self.size()
         start = max(0, size - 256 * 1024)
-        found: List[str] = []
+        found: list[str] = []
         while start < size:
             after, chunk = self.read_lines(start, is_complete=True)
             if after <= start:
@@ -115,7 +115,7 @@ class ProgressFile:
         self._offset = 0
         self.newest: Optional[Progress] = None
 
-    def read(self) -> List[Progress]:
+    def read(self) -> list[Progress]:
         """Records that came since the last call; a line that is none is passed over (it is a program's output)."""
         try:
             data = _pread(self.path, self._offset, 1024 * 1024)
@@ -149,8 +149,11 @@ class Acknowledged:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._offsets: Dict[str, int] = {}
-        with contextlib.suppress(OSError, ProtocolError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        self._offsets: dict[str, int] = {}
+        with (
+            contextlib.suppress(OSError, ProtocolError, UnicodeDecodeError),
+            open(path, encoding="utf-8") as file,
+        ):
             found: Any = load(file.read(1024 * 1024))
             if isinstance(found, dict):
                 self._offsets = {k: v for k, v in found.items() if isinstance(v, int)}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from tfps_runtime.protocol import CONTEXT_VARIABLE, TaskContext
 from tfps_runtime.training.evaluation import evaluate
@@ -45,8 +46,7 @@ def main() -> int:
     """
     configure_logging()
     try:
-        with open(os.environ[CONTEXT_VARIABLE], encoding="utf-8") as file:
-            return run(TaskContext.loads(file.read()))
+        return run(TaskContext.loads(Path(os.environ[CONTEXT_VARIABLE]).read_text(encoding="utf-8")))
     except Exception:  # noqa: BLE001  (the process's outermost frame)
         traceback.print_exc()
         return 1

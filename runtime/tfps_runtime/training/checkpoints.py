@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any, Callable, List, Optional, Tuple
+from pathlib import Path
+from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 
@@ -29,7 +30,7 @@ class Checkpoints:
         start_from: prefix or directory of a checkpoint with weights to start from, or None.
     """
 
-    def __init__(self, options: CheckpointOptions, start_from: Optional[str] = None) -> None:
+    def __init__(self, options: CheckpointOptions, start_from: str | None = None) -> None:
         self.directory = options.directory
         self._start_from = start_from
         # Unsharded, tensors come to the chief, whose disk alone gets the files. Sharded, each ps writes its part to
@@ -41,7 +42,7 @@ class Checkpoints:
             name="tfps/save",
         )
         self._warm = _WarmStart(start_from) if start_from is not None else None
-        os.makedirs(self.directory, exist_ok=True)
+        Path(self.directory).mkdir(parents=True, exist_ok=True)
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise ProgramError(f"the checkpoint directory {self.directory} is not writable")
         self._saver.recover_last_checkpoints(
@@ -67,19 +68,19 @@ class Checkpoints:
             self._warm.restore(session)
             _log.info("started from the weights of %s", self._start_from)
 
-    def newest(self) -> Optional[str]:
+    def newest(self) -> str | None:
         """Prefix of the newest checkpoint in the directory."""
         existing = self._existing()
         return existing[-1] if existing else None
 
-    def _existing(self) -> List[str]:
+    def _existing(self) -> list[str]:
         state = tf.train.get_checkpoint_state(self.directory)
         paths = [] if state is None else state.all_model_checkpoint_paths
         return [path for path in paths if tf.train.checkpoint_exists(path)]
 
     def save(self, session: Any, step: int) -> str:
         """Save as `model.ckpt-<step>`; blocks until the files are in place. Gives the prefix."""
-        prefix: str = self._saver.save(session, os.path.join(self.directory, NAME), global_step=step)
+        prefix: str = self._saver.save(session, str(Path(self.directory) / NAME), global_step=step)
         _log.info("saved %s", prefix)
         return prefix
 
@@ -123,14 +124,14 @@ class _WarmStart:
     """Restores the model's variables, all but the global step, from a checkpoint of an earlier training."""
 
     def __init__(self, start_from: str) -> None:
-        prefix = tf.train.latest_checkpoint(start_from) if os.path.isdir(start_from) else start_from
+        prefix = tf.train.latest_checkpoint(start_from) if Path(start_from).is_dir() else start_from
         if prefix is None or not tf.train.checkpoint_exists(prefix):
             raise ProgramError(f"start_from: there is no checkpoint at {start_from}")
         self._prefix = prefix
         shapes = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()
         trainable = {variable.op.name for variable in tf.trainable_variables()}
-        found: List[Any] = []
-        faults: List[str] = []
+        found: list[Any] = []
+        faults: list[str] = []
         for variable in tf.global_variables():
             if variable is tf.train.get_global_step():
                 continue
@@ -148,7 +149,7 @@ class _WarmStart:
         self._saver.restore(session, self._prefix)
 
 
-def _saved_as(variable: Any) -> Tuple[str, List[int]]:
+def _saved_as(variable: Any) -> tuple[str, list[int]]:
     """Name and shape under which a saver stores a variable: a partition's are those of the whole."""
     partition = variable._get_save_slice_info()  # noqa: SLF001  (there is no public way to ask)
     if partition is None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 from google.protobuf import json_format
@@ -28,7 +29,7 @@ class Cluster:
 
     task: Task = Task("worker", 0)  # noqa: RUF009  (frozen, so shared safely)
     chief: Task = Task("worker", 0)  # noqa: RUF009
-    addresses: Mapping[str, List[str]] = field(default_factory=dict)
+    addresses: Mapping[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def from_context(cls, context: TaskContext) -> Cluster:
@@ -59,7 +60,7 @@ class Cluster:
         return len(self.addresses.get(PS, ()))
 
     @property
-    def replicas(self) -> Tuple[Task, ...]:
+    def replicas(self) -> tuple[Task, ...]:
         """The TF tasks that train, the chief first: their order is the order of shards and tokens."""
         if self.is_local:
             return (self.task,)
@@ -139,7 +140,7 @@ class Cluster:
                 None, None, f"{self.task} cannot listen at {address}: {error.message}"
             ) from error
 
-    def unreachable_ps(self, timeout_secs: float = 1.0) -> List[str]:
+    def unreachable_ps(self, timeout_secs: float = 1.0) -> list[str]:
         """The ps tasks whose port takes no connection now, each as `ps:0 (10.0.0.1:2222)`. Blocks for each."""
         return [
             f"{PS}:{index} ({address})"
@@ -167,7 +168,7 @@ def balance_by_bytes(tasks: int) -> Callable[[Any], int]:
 
 def _bytes_of(op: Any) -> int:
     shape = tf.TensorShape(op.get_attr("shape"))
-    elements: Optional[int] = shape.num_elements()
+    elements: int | None = shape.num_elements()
     size: int = tf.as_dtype(op.get_attr("dtype")).size or 1
     return max(1, (elements or 0) * size)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -21,14 +22,14 @@ LOSS = "loss"
 
 
 def evaluate(
-    program: Union[str, Program],
+    program: str | Program,
     checkpoint: str,
-    hparams: Optional[Mapping[str, Any]] = None,
-    inputs: Optional[Mapping[str, str]] = None,
+    hparams: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
     *,
-    session: Optional[Mapping[str, Any]] = None,
+    session: Mapping[str, Any] | None = None,
     seed: int = 0,
-) -> Dict[str, float]:
+) -> dict[str, float]:
     """The program's metrics of a checkpoint, and `loss`; with the moving averages, if the model keeps any.
 
     Builds a fresh graph and runs until the `eval` input ends. The loss, and metrics that are plain tensors, are
@@ -86,10 +87,10 @@ def _variables_to_restore(model: Model) -> Any:
     return tf.train.ExponentialMovingAverage(model.moving_average_decay).variables_to_restore()
 
 
-def _split(model: Model) -> Tuple[Dict[str, Tuple[Any, Any]], Dict[str, Any]]:
+def _split(model: Model) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
     """The metrics that keep their own state as (value, update), and the tensors to average here."""
-    pairs: Dict[str, Tuple[Any, Any]] = {}
-    tensors: Dict[str, Any] = {LOSS: model.loss}
+    pairs: dict[str, tuple[Any, Any]] = {}
+    tensors: dict[str, Any] = {LOSS: model.loss}
     for name, metric in model.metrics.items():
         if isinstance(metric, tuple):
             pairs[name] = metric
@@ -99,14 +100,15 @@ def _split(model: Model) -> Tuple[Dict[str, Tuple[Any, Any]], Dict[str, Any]]:
 
 
 def _refuse_endless(session: Any, batches: Batches) -> None:
-    if batches.cardinality is not None:
-        if session.run(batches.cardinality) == tf.data.experimental.INFINITE_CARDINALITY:
-            raise ProgramError("the dataset for evaluation repeats for ever; leave repeat() to mode 'train'")
+    if batches.cardinality is None:
+        return
+    if session.run(batches.cardinality) == tf.data.experimental.INFINITE_CARDINALITY:
+        raise ProgramError("the dataset for evaluation repeats for ever; leave repeat() to mode 'train'")
 
 
 def _run_over(
-    session: Any, batches: Batches, tensors: Mapping[str, Any], updates: List[Any]
-) -> Dict[str, float]:
+    session: Any, batches: Batches, tensors: Mapping[str, Any], updates: list[Any]
+) -> dict[str, float]:
     """Run over the whole input; gives the tensors' means over the examples."""
     examples = tf.convert_to_tensor(1 if batches.examples is None else batches.examples)
     fetches = (dict(tensors), examples, updates)

@@ -13,7 +13,8 @@ Datasets restart from their beginning when a session is lost; iterators go on.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -31,7 +32,7 @@ class Batches:
         self.cardinality: Any = None
         """Tensor: how many batches a dataset has, or a negative number, see `tf.data.experimental.cardinality`."""
 
-    def feeds(self) -> Iterator[Optional[Dict[Any, Any]]]:
+    def feeds(self) -> Iterator[dict[Any, Any] | None]:
         """A feed per step. Endless here: the tensors themselves raise OutOfRangeError at the end."""
         return itertools.repeat(None)
 
@@ -49,7 +50,7 @@ class _FedBatches(Batches):
         tensors = tf.nest.pack_sequence_as(self._structure, self._placeholders)
         super().__init__(*((tensors, None) if labels is None else tensors))
 
-    def feeds(self) -> Iterator[Optional[Dict[Any, Any]]]:
+    def feeds(self) -> Iterator[dict[Any, Any] | None]:
         for pair in self._pairs:
             features, labels = _pair(pair)
             batch = features if labels is None else (features, labels)
@@ -83,7 +84,7 @@ def _dataset_batches(dataset: Any) -> Batches:
     return batches
 
 
-def _pair(element: Any) -> Tuple[Any, Any]:
+def _pair(element: Any) -> tuple[Any, Any]:
     """Features and labels of `element`; labels are None unless it is a pair."""
     if isinstance(element, tuple) and len(element) == 2:
         return element
@@ -92,7 +93,7 @@ def _pair(element: Any) -> Tuple[Any, Any]:
 
 def _placeholder(array: Any) -> Any:
     array = np.asarray(array)
-    shape: List[Optional[int]] = list(array.shape)
+    shape: list[int | None] = list(array.shape)
     return tf.placeholder(tf.as_dtype(array.dtype), [None, *shape[1:]] if shape else [])
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 TRAIN = "train"
 EVAL = "eval"
@@ -65,7 +66,7 @@ class Params(_Named):
     inputs: Mapping[str, str]
 
     def __init__(
-        self, hparams: Optional[Mapping[str, Any]] = None, inputs: Optional[Mapping[str, str]] = None
+        self, hparams: Mapping[str, Any] | None = None, inputs: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(hparams or {}, "hyperparameter", "add it to the job's hparams")
         self.inputs = _Named(inputs or {}, "input", "add it to the job's inputs")
@@ -93,19 +94,19 @@ class Model:
     """Read in `eval`: name -> a `tf.metrics` pair (value, update), or a tensor to average over the examples."""
     predictions: Any = None
     """Tensor or nested dict of tensors; what `predict` is for."""
-    moving_average_decay: Optional[float] = None
+    moving_average_decay: float | None = None
     """Keep averages of the trainable variables and evaluate with them; give it in every mode.
 
     Formula: `tf.train.ExponentialMovingAverage` with `num_updates` = global step. In async mode the chief updates
     them after each of its own steps; in sync mode every global step updates them once.
     """
-    clip_norm: Optional[float] = None
+    clip_norm: float | None = None
     """Clip each replica's gradients to this global norm before they are applied or aggregated."""
     hooks: Sequence[Any] = ()
     """`tf.train.SessionRunHook`s to run on every replica while training."""
 
 
-def random_seed(base: Optional[int], *scope: object) -> int:
+def random_seed(base: int | None, *scope: object) -> int:
     """A 31-bit seed of `base` and `scope` (a task, an attempt); drawn from the system if `base` is None."""
     if base is None:
         return int.from_bytes(os.urandom(4), "big") >> 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable
 
 from tfps_runtime.training.model import Model, Params, ProgramError, Shard
@@ -38,22 +38,20 @@ def load_program(path: str) -> Program:
     Raises:
         ProgramError: the file is absent, or lacks one of the two functions.
     """
-    path = os.path.abspath(path)
-    name = os.path.splitext(os.path.basename(path))[0]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise ProgramError(f"{path}: no such Python file")
+    file = Path(path).absolute()
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ProgramError(f"{file}: no such Python file")
     module = importlib.util.module_from_spec(spec)
-    if sys.path[:1] != [os.path.dirname(path)]:
-        sys.path.insert(0, os.path.dirname(path))
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    directory = str(file.parent)
+    if sys.path[:1] != [directory]:
+        sys.path.insert(0, directory)
+    sys.modules[file.stem] = module  # dataclasses and pickle look their module up by name
     spec.loader.exec_module(module)
-    functions = {}
     for function in ("input_fn", "model_fn"):
-        functions[function] = getattr(module, function, None)
-        if not callable(functions[function]):
+        if not callable(getattr(module, function, None)):
             raise ProgramError(
-                f"{path}: no function {function}; a program has input_fn(mode, params, shard) "
+                f"{file}: no function {function}; a program has input_fn(mode, params, shard) "
                 "and model_fn(features, labels, mode, params)"
             )
-    return Program(path, functions["input_fn"], functions["model_fn"])
+    return Program(str(file), module.input_fn, module.model_fn)

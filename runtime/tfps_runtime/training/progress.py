@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from typing import Callable, Optional
+from typing import Callable
 
 from tfps_runtime.protocol import Progress
 
@@ -24,7 +24,7 @@ class ProgressWriter:
 
     def __init__(
         self,
-        path: Optional[str],
+        path: str | None,
         *,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
@@ -34,14 +34,14 @@ class ProgressWriter:
         self._clock = clock
         self._due = clock()
         self._since = clock()
-        self._since_step: Optional[int] = None
+        self._since_step: int | None = None
         self._since_waited = 0.0
         self._examples = 0
         self.local_step = 0
         """Steps of this process."""
-        self._unwritten: Optional[Progress] = None
+        self._unwritten: Progress | None = None
 
-    def step(self, global_step: int, loss: float, examples: Optional[int], waited_secs: float) -> None:
+    def step(self, global_step: int, loss: float, examples: int | None, waited_secs: float) -> None:
         """Note that this replica has done a step.
 
         Args:

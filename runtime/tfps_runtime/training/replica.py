@@ -6,7 +6,7 @@ Every replica builds the same graph but for devices and its share of the input; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -27,12 +27,12 @@ class Replica:
     model: Model
     batches: Batches
     global_step: Any
-    fetches: Dict[str, Any]
+    fetches: dict[str, Any]
     """One step: runs it and gives `step` (global, after it), `loss`, `ended` and `examples`."""
     ended: Any
     """For each replica: 1 if its input has ended, else 0."""
     mark_ended: Any
-    synchroniser: Optional[Synchroniser]
+    synchroniser: Synchroniser | None
     summary: Any
     """All the program's summaries and the loss."""
 
@@ -47,7 +47,7 @@ def build_replica(
     cluster: Cluster,
     seed: int,
     *,
-    replicas_to_aggregate: Optional[int] = None,
+    replicas_to_aggregate: int | None = None,
 ) -> Replica:
     """Build the training graph of this TF task, in a graph of its own.
 
@@ -107,7 +107,7 @@ def build_replica(
     )
 
 
-def _gradients(program: Program, model: Model) -> List[Tuple[Any, Any]]:
+def _gradients(program: Program, model: Model) -> list[tuple[Any, Any]]:
     """This replica's (gradient, variable) pairs, after clipping and the model's update ops."""
     if model.loss is None:
         raise ProgramError(f"{program.path}: model_fn gave no loss in mode 'train'")
@@ -119,14 +119,14 @@ def _gradients(program: Program, model: Model) -> List[Tuple[Any, Any]]:
     pairs = [pair for pair in model.optimizer.compute_gradients(model.loss) if pair[0] is not None]
     if not pairs:
         raise ProgramError(f"{program.path}: the loss depends on no trainable variable")
-    gradients, variables = zip(*pairs)
+    gradients = [gradient for gradient, _ in pairs]
     if model.clip_norm is not None:
         gradients, _ = tf.clip_by_global_norm(gradients, model.clip_norm)
     updates = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     if updates:  # batch normalisation's averages, say: as with each replica's step
         with tf.control_dependencies(updates):
             gradients = [_identity(gradient) for gradient in gradients]
-    return list(zip(gradients, variables))
+    return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
 
 def _identity(gradient: Any) -> Any:
@@ -135,7 +135,7 @@ def _identity(gradient: Any) -> Any:
     return tf.identity(gradient)
 
 
-def _moving_averages(model: Model, global_step: Any) -> Tuple[Any, List[Any]]:
+def _moving_averages(model: Model, global_step: Any) -> tuple[Any, list[Any]]:
     if model.moving_average_decay is None:
         return None, []
     return tf.train.ExponentialMovingAverage(
@@ -145,10 +145,10 @@ def _moving_averages(model: Model, global_step: Any) -> Tuple[Any, List[Any]]:
 
 def _apply(
     optimizer: Any,
-    gradients: List[Tuple[Any, Any]],
+    gradients: list[tuple[Any, Any]],
     global_step: Any,
     averages: Any,
-    averaged: List[Any],
+    averaged: list[Any],
     *,
     is_chief: bool,
 ) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, List
+from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 
@@ -74,7 +74,7 @@ class ClusterSessionCreator(tf.train.SessionCreator):  # type: ignore[misc]  # T
                 "tfps/ready", (), tf.bool, tf.zeros_initializer(), trainable=False, collections=[STATE]
             )
             self._unready = self._ready.initializer
-            self._publish = tf.assign(self._ready, True)  # noqa: FBT003  (a value, not a flag)
+            self._publish = tf.assign(self._ready, True)
             variables = tf.global_variables() + tf.get_collection(STATE)
             self._uninitialised = tf.report_uninitialized_variables(variables)
             self._initialise_all = tf.variables_initializer([v for v in variables if v is not self._ready])
@@ -154,7 +154,7 @@ class PublishHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow 
         self._creator.publish(session)
 
 
-def state_variable(name: str, shape: List[int], device: str) -> Any:
+def state_variable(name: str, shape: list[int], device: str) -> Any:
     """An integer variable, 0 at first, shared by all replicas and lost with its ps."""
     with tf.device(device):
         return tf.get_variable(

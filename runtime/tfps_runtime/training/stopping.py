@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from typing import Callable, Iterator, Optional
+from collections.abc import Iterator
+from typing import Callable
 
 from tfps_runtime.protocol import EXIT_TRY_AGAIN
 
@@ -30,7 +31,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._requested = threading.Event()
-        self.on_request: Optional[Callable[[], None]] = None
+        self.on_request: Callable[[], None] | None = None
 
     @property
     def is_requested(self) -> bool:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -72,7 +73,7 @@ class Synchroniser:
         self._tokens = self._queues[index]
 
     def build(
-        self, gradients: Sequence[Tuple[Any, Any]], averages: Optional[Any], averaged: Sequence[Any]
+        self, gradients: Sequence[tuple[Any, Any]], averages: Any | None, averaged: Sequence[Any]
     ) -> None:
         """Build `push_and_wait`, each replica's step, with `join` before the first; for the chief `update`, with
         `set_steps` before the first: a new accumulator would take gradients of any age.
@@ -82,9 +83,9 @@ class Synchroniser:
             averages: a `tf.train.ExponentialMovingAverage` to update with every global step, or None.
             averaged: the variables that it averages.
         """
-        pushes: List[Any] = []
-        means: List[Tuple[Any, Any]] = []
-        set_steps: List[Any] = []
+        pushes: list[Any] = []
+        means: list[tuple[Any, Any]] = []
+        set_steps: list[Any] = []
         for gradient, variable in gradients:
             with tf.device(variable.device):
                 name = f"{variable.op.name}/tfps_gradients"
@@ -107,7 +108,7 @@ class Synchroniser:
     def _give(self, token: Any) -> Any:
         return tf.group(*[queue.enqueue(token) for queue in self._queues])
 
-    def _build_update(self, means: Sequence[Tuple[Any, Any]], averages: Any, averaged: Sequence[Any]) -> Any:
+    def _build_update(self, means: Sequence[tuple[Any, Any]], averages: Any, averaged: Sequence[Any]) -> Any:
         """One global step; gives the new global step, after the tokens are out."""
         with tf.device(self._global_step.device):
             done = self._optimizer.apply_gradients(means, self._global_step)
@@ -175,7 +176,7 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
     """Runs the chief's updates in a thread, up to global step `steps` exactly, in each new session."""
 
     def __init__(
-        self, synchroniser: Synchroniser, global_step: Any, steps: Optional[int], stop: StopRequest
+        self, synchroniser: Synchroniser, global_step: Any, steps: int | None, stop: StopRequest
     ) -> None:
         self._synchroniser = synchroniser
         self._global_step = global_step

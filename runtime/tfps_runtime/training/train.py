@@ -14,7 +14,9 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Any, List, Mapping, Optional
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -97,13 +99,13 @@ def run(context: TaskContext) -> int:
 def run_local(
     program: str,
     *,
-    steps: Optional[int] = None,
-    hparams: Optional[Mapping[str, Any]] = None,
-    inputs: Optional[Mapping[str, str]] = None,
-    checkpoint_dir: Optional[str] = None,
+    steps: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    checkpoint_dir: str | None = None,
     save_checkpoint_secs: float = 60.0,
-    session: Optional[Mapping[str, Any]] = None,
-    seed: Optional[int] = None,
+    session: Mapping[str, Any] | None = None,
+    seed: int | None = None,
 ) -> Result:
     """Train and evaluate a program in this process, without a cluster; blocks until the end.
 
@@ -160,7 +162,7 @@ def configure_logging() -> None:
     tf.logging.set_verbosity(tf.logging.ERROR)  # every TensorFlow 1 name is announced as deprecated otherwise
 
 
-def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopRequest) -> Optional[Result]:
+def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopRequest) -> Result | None:
     """Train this replica; gives the result if this is the chief and training has ended."""
     seed = random_seed(context.seed, context.task, context.attempt)
     random.seed(seed)  # forked processes start with equal generators
@@ -204,10 +206,10 @@ def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopReques
 def _loop(
     replica: Replica,
     creator: ClusterSessionCreator,
-    hooks: List[Any],
+    hooks: list[Any],
     progress: ProgressWriter,
     *,
-    steps: Optional[int],
+    steps: int | None,
     stop: StopRequest,
 ) -> None:
     """Step until the global step is reached, the input has ended, or this process was asked to stop.
@@ -251,11 +253,11 @@ def _run_bare(session: Any, fetches: Any) -> Any:
     return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
 
 
-def is_reached(step: int, steps: Optional[int]) -> bool:
+def is_reached(step: int, steps: int | None) -> bool:
     return steps is not None and step >= steps
 
 
-def _end_input(session: Any, replica: Replica, steps: Optional[int], stop: StopRequest) -> None:
+def _end_input(session: Any, replica: Replica, steps: int | None, stop: StopRequest) -> None:
     """Tell the others that this replica's input has ended.
 
     Synchronous training ends for all, for an update needs everybody. Asynchronous training goes on without this
@@ -281,11 +283,11 @@ def _end_input(session: Any, replica: Replica, steps: Optional[int], stop: StopR
 def _hooks(
     context: TaskContext,
     replica: Replica,
-    checkpoints: Optional[Checkpoints],
+    checkpoints: Checkpoints | None,
     creator: ClusterSessionCreator,
     stop: StopRequest,
-) -> List[Any]:
-    hooks: List[Any] = []
+) -> list[Any]:
+    hooks: list[Any] = []
     if replica.synchroniser is not None:
         if replica.cluster.is_chief:
             hooks.append(SyncChiefHook(replica.synchroniser, replica.global_step, context.steps, stop))
@@ -309,7 +311,7 @@ def _hooks(
     return hooks
 
 
-def _replicas_to_aggregate(context: TaskContext, cluster: Cluster) -> Optional[int]:
+def _replicas_to_aggregate(context: TaskContext, cluster: Cluster) -> int | None:
     """None for async mode. One process has nobody to wait for."""
     if context.mode != "sync" or cluster.is_local:
         return None
@@ -331,10 +333,9 @@ def _result(context: TaskContext, program: Program, checkpoints: Checkpoints) ->
 
 
 def _write(path: str, result: Result) -> None:
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(result.dumps() + "\n")
-    os.replace(temporary, path)
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(result.dumps() + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def _nothing(session: Any) -> None:
