@@ -183,7 +183,7 @@ class Reader:
         if kind is Any:
             return self._json(data, path, 0)
         options, is_optional = _options(kind)
-        if is_optional and (data is None or (isinstance(data, Rendered) and _is_blank(data.value))):
+        if is_optional and (data is None or (isinstance(data, Rendered) and data.is_blank)):
             return None
         if len(options) > 1:
             raise TypeError(f"{path}: a union of types needs a Convert")
@@ -314,11 +314,6 @@ def _text_fault(text: str) -> str | None:
     except UnicodeEncodeError:
         return "must be valid Unicode"
     return None
-
-
-def _is_blank(value: object) -> bool:
-    """Whether a template came to nothing: Jinja prints None as `None`."""
-    return value is None or (isinstance(value, str) and value.strip() in ("", "None"))
 
 
 def _as_kind(value: object, kind: Any) -> object:

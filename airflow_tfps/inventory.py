@@ -322,6 +322,8 @@ def _read_host(reader: Reader, path: str, name: object, data: object, defaults: 
     if not isinstance(name, str) or (message := NAME(name)):
         what = message if isinstance(name, str) else f"must be text, is {show(name)}; put it into quotes"
         return reader.fault(path, f"the host's name {what}")
+    if isinstance(data, (list, tuple)):
+        return reader.fault(path, "must be a mapping or the number of GPUs, is a list")
     if not isinstance(data, Mapping):
         data = {} if data is None else {HostSpec.SHORT: data}
     own = {key: value for key, value in data.items() if value is not None}
@@ -348,7 +350,9 @@ def _address_of(reader: Reader, path: str, conn_id: str, get_connection: GetConn
     except LookupError:
         return reader.fault(where, f"there is no connection {conn_id}; add one of type ssh")
     if connection.conn_type != "ssh":
-        return reader.fault(where, f"connection {conn_id} must be of type ssh, is {show(connection.conn_type)}")
+        return reader.fault(
+            where, f"connection {conn_id} must be of type ssh, is {show(connection.conn_type)}"
+        )
     if not connection.host:
         return reader.fault(where, f"connection {conn_id} has no host")
     if message := _ADDRESS(connection.host):

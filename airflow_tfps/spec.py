@@ -39,11 +39,13 @@ from airflow_tfps.fields import (
 )
 from airflow_tfps.job_rules import job_faults, placeholder_faults, placeholder_hints
 from airflow_tfps.templates import Rendered, Template, is_template, map_templates, mark_rendered
-from airflow_tfps.yaml_text import YamlError, parse_yaml
+from airflow_tfps.yaml_text import YamlError, parse_yaml, plain_scalar
 
 _IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
 _HOST_PATH = Matches(r"(/|~/).*|~", "an absolute path on the host, or begin with ~/")
-_SOURCE = Matches(r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint")
+_SOURCE = Matches(
+    r"none|previous|(/|~/|[a-z0-9]+://).*", "none, previous, or an absolute path of a checkpoint"
+)
 
 HostName = Annotated[str, NAME]
 RoleName = Annotated[
@@ -171,8 +173,8 @@ class JobSpec:
     """Arguments of `script` or `command`; placeholders are replaced."""
     hparams: Mapping[str, Any] = field(default_factory=dict)
     """Reaches `model_fn` and `input_fn` as `params`. Airflow's own `params` is another thing."""
-    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = field(
-        default_factory=dict
+    inputs: Mapping[InputName, Annotated[str, NotEmpty(), Matches(r"(?!host:(?!/|~/)).*", "host:/path")]] = (
+        field(default_factory=dict)
     )
     """Name to data: `host:/path` is on the hosts; a URL or a path, relative to the job file, is uploaded."""
     mode: Literal["async", "sync"] = "async"
@@ -206,7 +208,9 @@ class JobSpec:
     """How long to wait for what, in seconds."""
     env: Mapping[Variable, TextOrNumber] = field(default_factory=dict)
     """Environment of all TF tasks. It is public: secrets go into `secrets`."""
-    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(default_factory=dict)
+    secrets: Mapping[Variable, Annotated[str, Convert(_secret, sees_templates=True)]] = field(
+        default_factory=dict
+    )
     """Environment variable to `conn:ID#password`, `conn:ID#login`, `conn:ID#extra.KEY` or `var:NAME`."""
     seed: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """Of `random`, NumPy and TensorFlow; every TF task adds its own number."""
@@ -319,17 +323,19 @@ class JobSpec:
         mode: str | None = None,
         templated: bool = False,
     ) -> Self:
-        """This job with some values replaced, checked again. None leaves a value as it is.
+        """This job with some values replaced, checked again. None, or a template that came to nothing, replaces none.
 
         `hparams` and `inputs` are merged name by name. Values that Airflow rendered come through
         `templates.mark_rendered`, else text stays text. Raises SpecError with every fault.
         """
         data = self.to_dict()
-        for key, more in (("hparams", hparams), ("inputs", inputs)):
-            if more is not None:
-                data[key] = {**data.get(key, {}), **more} if isinstance(more, Mapping) else more
-        for key, value in (("steps", steps), ("mode", mode)):
-            if value is not None:
+        given = {"hparams": hparams, "inputs": inputs, "steps": steps, "mode": mode}
+        for key, value in given.items():
+            if value is None or (isinstance(value, Rendered) and value.is_blank):
+                continue
+            if key in ("hparams", "inputs"):
+                data[key] = _merged(data.get(key, {}), value)
+            else:
                 data[key] = value
         templated = templated or self.is_templated
         return self._read(data, what=f"job {self.name}".rstrip(), base_dir=self.base_dir, templated=templated)
@@ -376,6 +382,13 @@ class JobSpec:
             faults.append("some values are still templates")
         if faults:
             raise SpecError(f"job {self.name}", faults)
+
+
+def _merged(old: Mapping[str, Any], more: object) -> object:
+    """`old` with `more` over it; what is no mapping stays, and becomes a fault."""
+    if isinstance(more, Rendered):  # one template for the whole mapping
+        more = plain_scalar(more.value) if isinstance(more.value, str) else more.value
+    return {**old, **more} if isinstance(more, Mapping) else more
 
 
 def _default_name(job: JobSpec) -> str:

@@ -26,6 +26,11 @@ class Rendered:
 
     value: Any
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it came to nothing: Jinja prints None as `None`."""
+        return self.value is None or (isinstance(self.value, str) and self.value.strip() in ("", "None"))
+
 
 def is_template(value: object) -> bool:
     return isinstance(value, str) and ("{{" in value or "{%" in value)
@@ -40,7 +45,11 @@ def mark_rendered(template: object, rendered: object) -> Any:
         return Rendered(rendered)
     if isinstance(template, Mapping) and isinstance(rendered, Mapping):
         return {key: mark_rendered(template.get(key), value) for key, value in rendered.items()}
-    if isinstance(template, (list, tuple)) and isinstance(rendered, (list, tuple)) and len(template) == len(rendered):
+    if (
+        isinstance(template, (list, tuple))
+        and isinstance(rendered, (list, tuple))
+        and len(template) == len(rendered)
+    ):
         return [mark_rendered(one, other) for one, other in zip(template, rendered, strict=True)]
     return template if isinstance(template, str) else rendered
 

@@ -7,7 +7,6 @@ and acts on no other. All are idempotent.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import platform
@@ -16,10 +15,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Optional
+from typing import Any, Optional
 
 from tfps_runtime.agent import is_listening
 from tfps_runtime.checkpoint import watch
@@ -38,13 +36,13 @@ from tfps_runtime.protocol import (
     TaskState,
     TrainingId,
     TrainingState,
-    blob_path,
     dump,
     load,
     run_dir,
 )
 from tfps_runtime.reserve import ensure_run_dir, is_held, list_gpus, living, read_lock
 from tfps_runtime.tails import Acknowledged, LogFile
+from tfps_runtime.uploads import put
 
 ANSWER_SECS = 30.0
 
@@ -274,6 +272,7 @@ def status(request: dict[str, Any]) -> None:
 
 
 def look(paths: Paths) -> dict[str, Any]:
+    """The answer of `status`."""
     try:
         found = ask(paths, {"command": "status"})
     except RefusedError as error:
@@ -466,67 +465,6 @@ def _stop(paths: Paths, request: dict[str, Any]) -> str:
     )
 
 
-def put(request: dict[str, Any], content: BinaryIO) -> None:
-    """Store what follows on standard input under its hash, unless it is there; answers with its `path`.
-
-    `kind` is `file` or `tar` (unpacked; regular files and folders below the blob only). Raises RefusedError when what
-    arrives is not what `sha256` says.
-    """
-    workdir = os.path.expanduser(str(request["workdir"]))
-    name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
-    if not expected.isalnum() or name in ("", ".", "..") or "/" in name:
-        raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
-    target = blob_path(workdir, expected, name)
-    if request.get("only_ask"):
-        say({"type": "blob", "path": target, "is_there": os.path.exists(target)})
-        return
-    os.makedirs(os.path.join(workdir, "blobs"), mode=0o700, exist_ok=True)
-    folder = os.path.dirname(target)
-    temporary = f"{folder}.{os.getpid()}.tmp"
-    os.makedirs(temporary, mode=0o700)
-    try:
-        arrived = os.path.join(temporary, name if request.get("kind") != "tar" else ".tar")
-        digest = hashlib.sha256()
-        with open(arrived, "wb") as file:
-            left = size
-            while left:
-                chunk = content.read(min(left, 1 << 20))
-                if not chunk:
-                    raise RefusedError("bad_request", f"{name}: the upload was cut short", transient=True)
-                digest.update(chunk)
-                file.write(chunk)
-                left -= len(chunk)
-        if digest.hexdigest()[: len(expected)] != expected:
-            raise RefusedError("bad_request", f"{name}: the upload arrived damaged", transient=True)
-        if request.get("kind") == "tar":
-            _unpack(arrived, os.path.join(temporary, name))
-            os.unlink(arrived)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not os.path.exists(target):
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    say({"type": "blob", "path": target, "is_there": True})
-
-
-def _unpack(archive: str, target: str) -> None:
-    with tarfile.open(archive) as tar:
-        for member in tar.getmembers():
-            path = os.path.normpath(os.path.join(target, member.name))
-            if not (member.isreg() or member.isdir()) or not (path + os.sep).startswith(target + os.sep):
-                raise RefusedError("bad_request", f"{member.name[:80]!r} does not belong into an upload")
-            if member.isdir():
-                os.makedirs(path, mode=0o700, exist_ok=True)
-                continue
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            source = tar.extractfile(member)
-            assert source is not None
-            with open(path, "wb") as file:
-                shutil.copyfileobj(source, file)
-
-
 def checkpoints(request: dict[str, Any]) -> None:
     """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between."""
     directory = os.path.expanduser(str(request["directory"]))
@@ -592,7 +530,7 @@ def main(name: str) -> int:
         if not isinstance(request, dict):
             raise ProtocolError("an object is needed on standard input")
         if name == "put":
-            put(request, sys.stdin.buffer)
+            say(put(request, sys.stdin.buffer))
         else:
             COMMANDS[name](request)
     except RefusedError as error:

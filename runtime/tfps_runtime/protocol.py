@@ -1,7 +1,7 @@
 """Words that both sides share: states, names, paths, requests and messages.
 
-Imports the standard library only; `airflow_tfps` imports it too. Nothing here does I/O. Paths on a host, states and
-the wire format are written here and nowhere else.
+Imports the standard library only; `airflow_tfps` imports it too. Nothing here does I/O. Names, paths on a host and the
+wire format are written here and nowhere else; the states stand in `states`, JSON's form in `message`.
 
     training = TrainingId(key=training_key("nightly", "manual__1", "training"), incarnation="0a1b2c3d")
     paths = Paths(workdir="/home/u/.tfps", training=training, host="gpu-a", uid=1000)
@@ -10,19 +10,26 @@ the wire format are written here and nowhere else.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import os
 import re
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import Any, Optional
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # not there on a host
+from tfps_runtime.message import (
+    MAX_LINE as MAX_LINE,
+    Message as Message,
+    ProtocolError as ProtocolError,
+    dump as dump,
+    load as load,
+)
+from tfps_runtime.states import (
+    TASK_TRANSITIONS as TASK_TRANSITIONS,
+    TRAINING_TRANSITIONS as TRAINING_TRANSITIONS,
+    TaskState as TaskState,
+    TrainingState as TrainingState,
+)
 
 VERSION = 1
 """Of the wire format, the handle and every file below a training's directory. One version back is read."""
@@ -32,109 +39,6 @@ EXIT_TRY_AGAIN = 75
 
 LOCAL = "local"
 """The name of the connection to this very machine, without SSH."""
-
-
-class ProtocolError(ValueError):
-    """Data from the other side, or from a file, does not have the form that this module describes."""
-
-
-class TaskState(str, Enum):
-    """State of one TF task, as its agent sees it.
-
-    PENDING   -> STARTING   launched
-    STARTING  -> RUNNING    its port listens (a task without a port: its process lives)
-    STARTING, RUNNING -> SUCCEEDED  exit 0
-    STARTING, RUNNING -> BACKOFF    ended otherwise, restarts left
-    STARTING, RUNNING -> FAILED     ended otherwise, no restarts left or the exit is final
-    BACKOFF   -> STARTING   the back-off is over
-    STARTING, RUNNING -> STOPPING   asked to end: SIGTERM sent, SIGKILL after the grace time
-    PENDING, BACKOFF, STOPPING -> STOPPED
-    any but final -> LOST   its agent is gone (said by an observer)
-    """
-
-    PENDING = "PENDING"
-    STARTING = "STARTING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    BACKOFF = "BACKOFF"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    STOPPED = "STOPPED"
-    LOST = "LOST"
-
-    @property
-    def is_final(self) -> bool:
-        return self in _FINAL_TASK
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether a process belongs to the task."""
-        return self in (TaskState.STARTING, TaskState.RUNNING, TaskState.STOPPING)
-
-
-_FINAL_TASK = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.STOPPED, TaskState.LOST})
-
-
-class TrainingState(str, Enum):
-    """State of a training on one host, as its agent sees it.
-
-    RESERVED -> STARTING   the cluster's addresses are known; ps and workers are being started
-    STARTING -> READY      every started TF task of this host listens
-    READY    -> RUNNING    a TF task of this host reported progress, or the chief runs here
-    RUNNING  -> SUCCEEDED  the chief, running here, succeeded (its host only)
-    RESERVED, STARTING, READY, RUNNING -> FAILED   a TF task of this host failed for good
-    any but STOPPED, EXPIRED -> STOPPING -> the state that the end was decided with:
-        SUCCEEDED, FAILED  as before the stop
-        STOPPED            asked to stop before it had ended by itself
-        EXPIRED            nobody renewed the lease
-    """
-
-    RESERVED = "RESERVED"
-    STARTING = "STARTING"
-    READY = "READY"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    STOPPED = "STOPPED"
-    EXPIRED = "EXPIRED"
-
-    @property
-    def is_final(self) -> bool:
-        return self in _FINAL_TRAINING
-
-
-_FINAL_TRAINING = frozenset(
-    {TrainingState.SUCCEEDED, TrainingState.FAILED, TrainingState.STOPPED, TrainingState.EXPIRED}
-)
-
-_T = TaskState
-TASK_TRANSITIONS: Mapping[TaskState, frozenset[TaskState]] = {
-    _T.PENDING: frozenset({_T.STARTING, _T.STOPPED, _T.LOST}),
-    _T.STARTING: frozenset(
-        {_T.RUNNING, _T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}
-    ),
-    _T.RUNNING: frozenset({_T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}),
-    _T.STOPPING: frozenset({_T.STOPPED, _T.SUCCEEDED, _T.FAILED, _T.LOST}),
-    _T.BACKOFF: frozenset({_T.STARTING, _T.STOPPED, _T.LOST}),
-    _T.SUCCEEDED: frozenset(),
-    _T.FAILED: frozenset(),
-    _T.STOPPED: frozenset(),
-    _T.LOST: frozenset(),
-}
-
-_R = TrainingState
-TRAINING_TRANSITIONS: Mapping[TrainingState, frozenset[TrainingState]] = {
-    _R.RESERVED: frozenset({_R.STARTING, _R.FAILED, _R.STOPPING}),
-    _R.STARTING: frozenset({_R.READY, _R.RUNNING, _R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
-    _R.READY: frozenset({_R.RUNNING, _R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
-    _R.RUNNING: frozenset({_R.SUCCEEDED, _R.FAILED, _R.STOPPING}),
-    _R.STOPPING: frozenset({_R.SUCCEEDED, _R.FAILED, _R.STOPPED, _R.EXPIRED}),
-    _R.SUCCEEDED: frozenset({_R.STOPPING}),
-    _R.FAILED: frozenset({_R.STOPPING}),
-    _R.STOPPED: frozenset(),
-    _R.EXPIRED: frozenset(),
-}
 
 
 # --- names ------------------------------------------------------------------------------------------------------
@@ -301,118 +205,6 @@ def runtime_path(workdir: str, content_hash: str) -> str:
 
 OWNER_FILE = ".tfps-owner"
 """In a checkpoint directory: which training writes it (`Owner`)."""
-
-
-# --- JSON -----------------------------------------------------------------------------------------------------------
-
-M = TypeVar("M", bound="Message")
-
-
-def _check(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind` (a subset of typing's forms), or ProtocolError naming the place."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin is typing.Union:
-        if value is None and type(None) in arguments:
-            return None
-        return _check(value, next(a for a in arguments if a is not type(None)), where)
-    if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise ProtocolError(f"{where}: a list is needed")
-        return origin(_check(v, arguments[0], f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-            raise ProtocolError(f"{where}: an object is needed")
-        return {k: _check(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
-    if isinstance(kind, type):
-        if issubclass(kind, Message):
-            return kind.from_json(value, where)
-        if issubclass(kind, Enum):
-            try:
-                return kind(value)
-            except ValueError:
-                raise ProtocolError(f"{where}: unknown value {str(value)[:40]!r}") from None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-            return value
-    raise ProtocolError(f"{where}: {getattr(kind, '__name__', kind)} is needed, not {type(value).__name__}")
-
-
-class Message:
-    """Base of the dataclasses that travel as JSON: round trip, types checked, unknown keys refused."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            f.name: _plain(getattr(self, f.name))
-            for f in dataclasses.fields(self)  # type: ignore[arg-type]
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "") -> Self:
-        """Build from parsed JSON. Raises ProtocolError naming the first thing that is wrong."""
-        where = where or cls.__name__
-        if not isinstance(data, dict):
-            raise ProtocolError(f"{where}: an object is needed, not {type(data).__name__}")
-        hints = _hints(cls)
-        unknown = sorted(set(data) - set(hints))
-        if unknown:
-            raise ProtocolError(f"{where}: unknown key {str(unknown[0])[:40]!r}")
-        values = {}
-        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-            if f.name in data:
-                values[f.name] = _check(data[f.name], hints[f.name], f"{where}.{f.name}")
-            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise ProtocolError(f"{where}: {f.name!r} is missing")
-        return cls(**values)
-
-    def dumps(self) -> str:
-        return dump(self.to_json())
-
-    @classmethod
-    def loads(cls, text: str) -> Self:
-        return cls.from_json(load(text))
-
-
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    if cls not in _HINTS:
-        _HINTS[cls] = typing.get_type_hints(cls)
-    return _HINTS[cls]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Message):
-        return value.to_json()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
-
-
-MAX_LINE = 4 * 1024 * 1024
-"""Bytes of one line on the wire; a longer one is an error of the sender."""
-
-
-def dump(data: Any) -> str:
-    """One line of JSON, without the newline."""
-    return json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-
-
-def load(text: str) -> Any:
-    """Parse one line of JSON that the other side wrote. Raises ProtocolError."""
-    if len(text) > MAX_LINE:
-        raise ProtocolError(f"a line of {len(text)} characters")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"not JSON: {text[:80]!r} ({error})") from None
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

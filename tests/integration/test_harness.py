@@ -690,7 +690,7 @@ def test_variables_are_spread_by_bytes_and_everything_else_stays(forks, tmp_path
     assert devices["large_1"] == "/job:ps/task:0/device:CPU:0"
     assert devices["large_2"] == devices["small"] == "/job:ps/task:1/device:CPU:0"
     assert devices["slot"] == devices["large_1"]
-    assert devices["local"] == devices["accuracy"] == "/job:worker/task:1"
+    assert devices["local"] == devices["accuracy"] == "/job:worker/task:1/device:CPU:0"
     assert devices["input"] == "/job:worker/task:1/device:CPU:0"
     assert devices["filters"] == ["/job:ps", "/job:worker/task:1"]
 

@@ -164,7 +164,7 @@ def test_a_job_made_by_hand_is_checked_when_it_is_loaded():
         ({"replicas_to_aggregate": 2}, "replicas_to_aggregate: goes with mode: sync only"),
         (
             {"mode": "sync", "replicas_to_aggregate": 3},
-            "replicas_to_aggregate: must be <= 2, the number of workers and chief, is 3: every step would wait",
+            "replicas_to_aggregate: must be <= 2, the number of workers and chief, is 3: every step",
         ),
         (
             {"mode": "sync", "replicas_to_aggregate": 1, "replication": "in_graph"},
@@ -444,7 +444,7 @@ def test_render_is_the_same_in_one_step():
 
 
 def test_native_values_are_taken_as_they_are():
-    """With `render_template_as_native_obj` a template becomes a number at once; text keys turn it into text."""
+    """With `render_template_as_native_obj` a template becomes a number; keys that need text get text."""
     native = {"{{ params.steps }}": 10000, "{{ ds_nodash }}": 20240101, "{{ params.layers }}": [64, 32]}
     job = JobSpec.from_dict(TEMPLATED, templated=True).render(lambda text: native.get(text, VALUES[text]))
     assert job.to_dict() == EXPECTED
@@ -530,6 +530,15 @@ def test_an_override_converts_only_what_was_a_template():
     written = {"rate": "{{ params.rate }}", "id": "007"}
     marked = mark_rendered(written, {"rate": "0.1", "id": "007"})
     assert JobSpec.from_dict(SMALLEST).override(hparams=marked).hparams == {"rate": 0.1, "id": "007"}
+
+
+def test_an_override_by_a_template_that_came_to_nothing_changes_nothing():
+    """A DAG parameter left empty keeps what the job says; one template may hold all hparams."""
+    job = JobSpec.from_dict({**SMALLEST, "steps": 5, "hparams": {"a": 1}})
+    assert job.override(steps=Rendered("None"), mode=Rendered(""), inputs=Rendered(None)) == job
+    assert job.override(mode=Rendered("sync")).mode == "sync"
+    for rendered in ("{'b': 0.5}", {"b": 0.5}):
+        assert job.override(hparams=Rendered(rendered)).hparams == {"a": 1, "b": 0.5}
 
 
 def test_a_templated_job_stays_templated_when_overridden():

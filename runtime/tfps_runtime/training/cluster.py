@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
-from google.protobuf import json_format
+from google.protobuf import json_format  # type: ignore[import-untyped]
 
 from tfps_runtime.protocol import Task, TaskContext
 from tfps_runtime.training.model import ProgramError

@@ -1,0 +1,527 @@
+"""Airflow for the demo and the tests: api-server, scheduler, dag-processor and triggerer on one machine.
+
+SQLite, LocalExecutor, a home of its own, everything on 127.0.0.1: Airflow's log servers, which listen on all
+addresses, are off, since here the API server reads the log files themselves. Nothing runs on a schedule.
+
+    with AirflowStack(Path("demo/airflow"), dags_folder=Path("dags"), connections={"gpu_a": {...}}) as stack:
+        run_id = stack.api.trigger("linear_regression")
+        stack.api.wait(lambda: stack.api.run_state("linear_regression", run_id) == "success", 120)
+    assert not leftovers(Path("demo"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import httpx
+
+from airflow_tfps.errors import TfpsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+COMPONENTS: Mapping[str, Sequence[str]] = {
+    "api-server": ("api-server",),
+    "scheduler": ("scheduler", "--skip-serve-logs"),
+    "dag-processor": ("dag-processor",),
+    "triggerer": ("triggerer", "--skip-serve-logs"),
+}
+"""Component to the arguments of `airflow`; stopped in the opposite order, since tasks end through the API."""
+
+USER = "admin"
+MIGRATE_SECS = 120.0
+START_SECS = 180.0
+TERM_SECS = 15.0
+"""A scheduler has been seen to wait for a minute on a worker that had nothing to do."""
+POLL_SECS = 0.2
+
+
+class StackError(TfpsError):
+    """A component of Airflow did not do what it should; the message holds the end of its log."""
+
+
+class AirflowStack:
+    """The four components, each in a session of its own, with its log in `home/logs-components`.
+
+    All methods block. `start` leaves nothing behind when it fails; `stop` may be called at any time and again.
+
+    Args:
+        home: AIRFLOW_HOME; created, and kept when the stack stops.
+        dags_folder: The DAGs to serve. All are unpaused; none runs by its schedule.
+        connections: Connection id to the connection as Airflow's JSON.
+        env: Environment over everything else, such as `AIRFLOW__SECTION__KEY`.
+        python: Interpreter that has Airflow and this package.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        dags_folder: Path,
+        connections: Mapping[str, Mapping[str, Any]],
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self.home = home.absolute()
+        self.dags_folder = dags_folder.absolute()
+        self._connections = connections
+        self._extra = dict(env or {})
+        self._python = python
+        self._env: dict[str, str] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports: set[int] = set()
+        self._port = 0
+        self._api: Api | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Of the UI and the API."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def login(self) -> tuple[str, str]:
+        """User and password, once started."""
+        passwords = json.loads((self.home / "simple_auth_manager_passwords.json.generated").read_text())
+        return USER, passwords[USER]
+
+    @property
+    def api(self) -> Api:
+        """The REST API, logged in, once started."""
+        if self._api is None:
+            raise StackError("Airflow has not been started")
+        return self._api
+
+    # --- starting and stopping ----------------------------------------------------------------------------------
+
+    def start(self, secs: float = START_SECS) -> None:
+        """Make the database, start all components, wait until they are healthy and every DAG file is read.
+
+        Raises StackError when one ends, when a DAG has an import error, or after `secs`.
+        """
+        if self._children:
+            return
+        self._end(processes(self._mark))  # of a run that was killed
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "logs-components").mkdir(exist_ok=True)
+        self._port = free_port()
+        self._env = self._environment()
+        try:
+            self._migrate()
+            for name in COMPONENTS:
+                self._launch(name)
+            until = time.monotonic() + secs
+            self._wait_healthy(until)
+            self._api = Api(self.url, *self.login)
+            self._wait_dags(until)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every component and whatever it started. Idempotent.
+
+        Raises StackError if a process with this home in its environment, or a port that one opened, is left.
+        """
+        if self._api is not None:
+            self._api.close()
+            self._api = None
+        self._ports |= {port for _, port in listening(processes(self._mark))} | ({self._port} - {0})
+        for name in reversed(COMPONENTS):
+            if name in self._children:
+                self._end_component(name)
+        self._end(processes(self._mark))
+        left = [describe(pid) for pid in processes(self._mark)]
+        left += [f"port {port} is still open" for port in sorted(self._ports & open_ports())]
+        self._ports = set()
+        if left:
+            raise StackError("Airflow has left something behind: " + "; ".join(left))
+
+    def pid(self, name: str) -> int:
+        """The process id of a component, the leader of its session."""
+        return self._children[name].pid
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a component and wait until it has ended."""
+        child = self._children.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        child.wait(TERM_SECS)
+
+    def restart(self, name: str) -> None:
+        """End a component, if it lives, and start it again. Does not wait until it is healthy."""
+        if name in self._children:
+            self._end_component(name)
+        self._launch(name)
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    @property
+    def _mark(self) -> str:
+        """What stands in the environment of all our processes and of no other's."""
+        return f"AIRFLOW_HOME={self.home}\0"
+
+    def _environment(self) -> dict[str, str]:
+        dropped = ("PYTHONDONTWRITEBYTECODE",)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("AIRFLOW_") and k not in dropped}
+        if not has_bytecode():
+            env.setdefault("PYTHONPYCACHEPREFIX", str(self.home / "pycache"))
+        env.update(
+            {
+                "AIRFLOW_HOME": str(self.home),
+                "AIRFLOW__CORE__DAGS_FOLDER": str(self.dags_folder),
+                "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+                "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+                "AIRFLOW__CORE__PARALLELISM": "4",
+                "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
+                "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
+                "AIRFLOW__CORE__HOSTNAME_CALLABLE": "socket.gethostname",  # the default asks the name server
+                "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
+                "AIRFLOW__API__HOST": "127.0.0.1",
+                "AIRFLOW__API__PORT": str(self._port),
+                "AIRFLOW__API__BASE_URL": self.url,
+                "AIRFLOW__API__WORKERS": "1",
+                "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "False",
+                "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.5",
+                "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "5",
+                "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "10",
+                "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "300",
+                "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+                "NO_COLOR": "1",
+                "SPT_NOENV": "1",  # setproctitle would overwrite the environment in /proc by which `stop` finds all
+            }
+        )
+        for conn_id, connection in self._connections.items():
+            env[f"AIRFLOW_CONN_{conn_id.upper()}"] = json.dumps(connection)
+        env.update(self._extra)
+        return env
+
+    def _argv(self, *args: str) -> list[str]:
+        return [self._python, "-m", "airflow", *args]
+
+    def _migrate(self) -> None:
+        done = subprocess.run(
+            self._argv("db", "migrate"),
+            env=self._env,
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=MIGRATE_SECS,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = (done.stdout + done.stderr).decode("utf-8", "replace")
+            raise StackError(f"`airflow db migrate` ended with exit code {done.returncode}:\n{said[-4000:]}")
+
+    def _log(self, name: str) -> Path:
+        return self.home / "logs-components" / f"{name}.log"
+
+    def _launch(self, name: str) -> None:
+        with self._log(name).open("ab") as output:
+            self._children[name] = subprocess.Popen(
+                self._argv(*COMPONENTS[name]),
+                env=self._env,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _end_component(self, name: str) -> None:
+        child = self._children.pop(name)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(TERM_SECS)
+                return
+
+    def _end(self, pids: Iterable[int]) -> None:
+        """SIGKILL to what is left: tasks have sessions of their own and outlive a scheduler that was killed."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            wait(lambda: not processes(self._mark), TERM_SECS, "the processes to end")
+
+    def _check_children(self) -> None:
+        for name, child in self._children.items():
+            code = child.poll()
+            if code is not None:
+                raise StackError(f"{name} has ended with {code}:\n{tail(self._log(name))}")
+
+    def _wait_healthy(self, until: float) -> None:
+        unhealthy: list[str] = ["the API server"]
+
+        def is_healthy() -> bool:
+            self._check_children()
+            try:
+                report = httpx.get(f"{self.url}/api/v2/monitor/health", timeout=5, trust_env=False).json()
+            except (httpx.HTTPError, ValueError):
+                return False
+            unhealthy[:] = [k for k, v in report.items() if (v or {}).get("status") != "healthy"]
+            return not unhealthy
+
+        try:
+            wait(is_healthy, until - time.monotonic(), "")
+        except TimeoutError:
+            logs = "\n".join(f"{name}:\n{tail(self._log(name), 15)}" for name in COMPONENTS)
+            raise StackError(f"not healthy in time: {', '.join(unhealthy)}\n{logs}") from None
+
+    def _wait_dags(self, until: float) -> None:
+        """Wait until the dag-processor has read every file that holds a DAG."""
+        files = {path.name for path in self.dags_folder.rglob("*.py") if _may_hold_dag(path)}
+
+        def missing() -> set[str]:
+            self._check_children()
+            errors = self.api.get("/importErrors")["import_errors"]
+            if errors:
+                raise StackError("\n".join(f"{e['filename']}:\n{e['stack_trace']}" for e in errors))
+            found = self.api.get("/dags?limit=100")["dags"]
+            return files - {Path(dag["fileloc"]).name for dag in found}
+
+        try:
+            wait(lambda: not missing(), until - time.monotonic(), "")
+        except TimeoutError:
+            names = ", ".join(sorted(missing()))
+            raise StackError(f"not read in time: {names}\n{tail(self._log('dag-processor'))}") from None
+
+
+class Api:
+    """Airflow's REST API as far as the demo and the tests need it. Raises StackError with what the server said."""
+
+    def __init__(self, url: str, user: str, password: str) -> None:
+        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        answer = self._client.post("/auth/token", json={"username": user, "password": password})
+        if answer.status_code != 201:
+            raise StackError(f"cannot log in: {answer.status_code} {answer.text[:500]}")
+        self._client.headers["Authorization"] = f"Bearer {answer.json()['access_token']}"
+
+    def close(self) -> None:
+        self._client.close()
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """One call below /api/v2; the parsed answer, None when there is none."""
+        answer = self._client.request(method, f"/api/v2{path}", json=body)
+        if answer.is_error:
+            raise StackError(f"{method} {path}: {answer.status_code} {answer.text[:1000]}")
+        return answer.json() if answer.content else None
+
+    def get(self, path: str) -> Any:
+        return self.request("GET", path)
+
+    def trigger(
+        self, dag_id: str, conf: Mapping[str, Any] | None = None, logical_date: str | None = None
+    ) -> str:
+        """Start a run of a DAG; returns its id."""
+        body = {"logical_date": logical_date, "conf": dict(conf or {})}
+        return str(self.request("POST", f"/dags/{dag_id}/dagRuns", body)["dag_run_id"])
+
+    def run_state(self, dag_id: str, run_id: str) -> str:
+        return str(self.get(f"/dags/{dag_id}/dagRuns/{run_id}")["state"])
+
+    def tasks(self, dag_id: str, run_id: str) -> dict[tuple[str, int], dict[str, Any]]:
+        """(task id, map index) to the task instance, as Airflow describes it."""
+        found = self.get(f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances?limit=100")["task_instances"]
+        return {(ti["task_id"], ti["map_index"]): ti for ti in found}
+
+    def task_states(self, dag_id: str, run_id: str) -> dict[tuple[str, int], str | None]:
+        """(task id, map index) to state; -1 for what is not mapped."""
+        return {key: ti["state"] for key, ti in self.tasks(dag_id, run_id).items()}
+
+    def xcom(
+        self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1
+    ) -> Any:
+        """A task's XCom, None if there is none."""
+        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}"
+        answer = self._client.get(f"/api/v2{path}?map_index={map_index}&deserialize=true")
+        if answer.status_code == 404:
+            return None
+        if answer.is_error:
+            raise StackError(f"GET {path}: {answer.status_code} {answer.text[:1000]}")
+        return answer.json()["value"]
+
+    def clear(
+        self,
+        dag_id: str,
+        run_id: str,
+        tasks: Sequence[str | tuple[str, int]],
+        *,
+        only_failed: bool = False,
+        downstream: bool = False,
+    ) -> list[tuple[str, int]]:
+        """Clear tasks as the UI does; returns what will run again."""
+        body = {
+            "dry_run": False,
+            "dag_run_id": run_id,
+            "task_ids": list(tasks),
+            "only_failed": only_failed,
+            "include_downstream": downstream,
+        }
+        found = self.request("POST", f"/dags/{dag_id}/clearTaskInstances", body)["task_instances"]
+        return [(ti["task_id"], ti["map_index"]) for ti in found]
+
+    def set_task_state(self, dag_id: str, run_id: str, task_id: str, state: str, map_index: int = -1) -> None:
+        """Mark a task `success`, `failed` or `skipped`."""
+        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}"
+        self.request("PATCH", path if map_index < 0 else f"{path}/{map_index}", {"new_state": state})
+
+    def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
+        """Mark a run `success`, `failed` or `queued`."""
+        self.request("PATCH", f"/dags/{dag_id}/dagRuns/{run_id}", {"state": state})
+
+    def delete_run(self, dag_id: str, run_id: str) -> None:
+        """Delete a run; Airflow refuses it for one that is running: mark it first."""
+        self.request("DELETE", f"/dags/{dag_id}/dagRuns/{run_id}")
+
+    def log(
+        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1
+    ) -> list[str]:
+        """The messages of a task's log, its triggers' among them, without Airflow's header."""
+        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/logs/{try_number}"
+        content = self.get(f"{path}?full_content=true&map_index={map_index}")["content"]
+        lines = [str(line["event"]) if isinstance(line, dict) else str(line) for line in content]
+        end = lines.index("::endgroup::") + 1 if "::endgroup::" in lines else 0
+        return lines[end:]
+
+    def wait(self, condition: Callable[[], T], secs: float, what: str = "") -> T:
+        """See `wait`."""
+        return wait(condition, secs, what)
+
+
+def wait(condition: Callable[[], T], secs: float, what: str = "") -> T:
+    """Look until `condition` holds and return what it said. Raises TimeoutError naming `what` and the last answer."""
+    until = time.monotonic() + secs
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() >= until:
+            raise TimeoutError(f"waited {secs:.0f} s for {what or condition}; last seen: {found!r}")
+        time.sleep(POLL_SECS)
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    """The last lines of a file."""
+    return "\n".join(path.read_text("utf-8", "replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def has_bytecode() -> bool:
+    """Whether the installed Airflow is compiled; it starts twice as slowly otherwise."""
+    spec = importlib.util.find_spec("airflow")
+    if spec is None or spec.origin is None:
+        return False
+    source = Path(spec.origin)
+    return (source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc").exists()
+
+
+def _may_hold_dag(path: Path) -> bool:
+    """Airflow's own test for a file that is worth importing."""
+    content = path.read_bytes().lower()
+    return b"dag" in content and b"airflow" in content
+
+
+# --- what is left -------------------------------------------------------------------------------------------------
+
+
+def leftovers(home: Path) -> list[str]:
+    """What still lives of a demo: processes with `home` in their environment and the ports they listen on.
+
+    This process and its ancestors do not count. Reads /proc; what other users run cannot be seen.
+    """
+    pids = processes(str(home.absolute()))
+    return [describe(pid) for pid in pids] + [
+        f"port {port}, opened by process {pid}" for pid, port in listening(pids)
+    ]
+
+
+def processes(mark: str) -> list[int]:
+    """Processes that have `mark` in their environment, without this one and its ancestors."""
+    ours = set(_ancestors())
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in ours:
+            with contextlib.suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getpid()
+    while pid > 0:
+        yield pid
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        pid = int(stat.rpartition(")")[2].split()[1])
+
+
+def describe(pid: int) -> str:
+    """A process for people: id and command line."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        return f"process {pid} ({b' '.join(words).decode('utf-8', 'replace')[:200]})"
+    return f"process {pid}"
+
+
+LISTEN = "0A"
+"""State of a listening socket in /proc/net/tcp."""
+
+
+def _listeners() -> dict[str, int]:
+    """Inode of each listening TCP socket to its port."""
+    found = {}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN:
+                    found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    return found
+
+
+def open_ports() -> set[int]:
+    """TCP ports on which anybody listens."""
+    return set(_listeners().values())
+
+
+def listening(pids: Iterable[int]) -> list[tuple[int, int]]:
+    """(process, port) for each TCP port on which one of these processes listens."""
+    ports = _listeners()
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(fd)
+                    inode = target.removeprefix("socket:[").removesuffix("]")
+                    if target.startswith("socket:") and inode in ports:
+                        found.add((pid, ports[inode]))
+    return sorted(found)

@@ -1,0 +1,91 @@
+"""A model of handwritten digits, trained anew each night: prepare the data, train, judge the result.
+
+1. `prepare` writes scikit-learn's 1797 digits, split into a training and an evaluation part, to where every Airflow
+   worker can read them. Any task may stand here: what it returns becomes an input of the training, and the edge
+   between the two is drawn by Airflow.
+2. `training` uploads both files to the hosts of the connection `gpu_lab` (those that have them already are left
+   alone), starts the parameter server and the workers, and trains. No worker slot is held meanwhile.
+3. `judge` takes the metrics on the evaluation part and the checkpoint, and fails the run if the model is too bad.
+
+A retry or a clear of `training.train` continues from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from airflow.sdk import Param, dag, task
+from airflow.sdk.exceptions import AirflowFailException
+
+from airflow_tfps.group import TrainingTaskGroup
+
+DATA = Path(os.environ.get("AIRFLOW_HOME", "~/airflow")) / "data" / "digits"
+
+
+@task
+def prepare(data_dir: str) -> dict[str, str]:
+    """Write `train.npz` and `eval.npz` into a directory; the same bytes every time, so they are uploaded once."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    folder = Path(data_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    images, digits = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed=0).permutation(len(digits))
+    paths = {}
+    for name, rows in {"train": order[:1437], "eval": order[1437:]}.items():
+        path = folder / f"{name}.npz"
+        partial = path.with_suffix(".partial.npz")
+        np.savez(partial, x=images[rows].astype("uint8"), y=digits[rows].astype("uint8"))
+        paths[name] = str(partial.replace(path))
+    return paths
+
+
+@task
+def judge(training: dict, params: dict | None = None) -> dict:
+    """The model if it is good enough; a bad one fails the run, and no retry would make it better."""
+    accuracy, least = training["metrics"]["accuracy"], params["min_accuracy"]
+    if accuracy < least:
+        raise AirflowFailException(f"accuracy {accuracy:.3f} on unseen digits, below {least}")
+    return {"accuracy": accuracy, "checkpoint": training["checkpoint"], "host": training["host"]}
+
+
+@dag(
+    schedule="0 2 * * *",
+    catchup=False,
+    max_active_runs=1,
+    params={
+        "steps": Param(1000, type="integer", minimum=1, title="Global steps"),
+        "learning_rate": Param(0.5, type="number", exclusiveMinimum=0, title="Learning rate"),
+        "mode": Param(
+            "sync",
+            enum=["sync", "async"],
+            title="Mode",
+            description="sync: a step waits for the gradients of all workers; async: each is applied as it comes",
+        ),
+        "min_accuracy": Param(
+            0.93, type="number", minimum=0, maximum=1, title="Accuracy below which the run fails"
+        ),
+        "data_dir": Param(
+            str(DATA), type="string", title="Data", description="Directory that every Airflow worker can read"
+        ),
+    },
+    doc_md=__doc__,
+    tags=["tfps", "tutorial"],
+)
+def nightly_digits():
+    data = prepare("{{ params.data_dir }}")
+    training = TrainingTaskGroup(
+        "training",
+        job="jobs/digits.yaml",
+        hosts="gpu_lab",
+        inputs={"train": data["train"], "eval": data["eval"]},
+        hparams={"learning_rate": "{{ params.learning_rate }}"},
+        steps="{{ params.steps }}",
+        mode="{{ params.mode }}",
+    )
+    judge(training.output)
+
+
+nightly_digits()

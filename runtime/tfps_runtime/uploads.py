@@ -1,0 +1,81 @@
+"""Programs and inputs that come over standard input and are stored by the hash of their contents.
+
+Standard library only. What arrives is checked against its hash; an archive may hold regular files below its own folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+from typing import Any, BinaryIO
+
+from tfps_runtime.followers import integer
+from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path
+
+
+def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
+    """Store what follows on standard input under its hash, unless it is there; answers with its `path`.
+
+    `kind` is `file` or `tar` (unpacked; regular files and folders below the blob only). Raises RefusedError when what
+    arrives is not what `sha256` says.
+    """
+    workdir = os.path.expanduser(str(request["workdir"]))
+    name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
+    if not expected.isalnum() or name in ("", ".", "..") or "/" in name:
+        raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
+    target = blob_path(workdir, expected, name)
+    if request.get("only_ask"):
+        return {"type": "blob", "path": target, "is_there": os.path.exists(target)}
+    os.makedirs(os.path.join(workdir, "blobs"), mode=0o700, exist_ok=True)
+    folder = os.path.dirname(target)
+    temporary = f"{folder}.{os.getpid()}.tmp"
+    os.makedirs(temporary, mode=0o700)
+    try:
+        arrived = os.path.join(temporary, name if request.get("kind") != "tar" else ".tar")
+        digest = hashlib.sha256()
+        with open(arrived, "wb") as file:
+            left = size
+            while left:
+                chunk = content.read(min(left, 1 << 20))
+                if not chunk:
+                    raise RefusedError("bad_request", f"{name}: the upload was cut short", transient=True)
+                digest.update(chunk)
+                file.write(chunk)
+                left -= len(chunk)
+        if digest.hexdigest()[: len(expected)] != expected:
+            raise RefusedError("bad_request", f"{name}: the upload arrived damaged", transient=True)
+        if request.get("kind") == "tar":
+            _unpack(arrived, os.path.join(temporary, name))
+            os.unlink(arrived)
+        _move(temporary, folder, name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return {"type": "blob", "path": target, "is_there": True}
+
+
+def _move(temporary: str, folder: str, name: str) -> None:
+    """Put what has arrived in its place. Somebody else may have done so; another name may have the same content."""
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        target = os.path.join(folder, name)
+        if not os.path.exists(target):
+            os.rename(os.path.join(temporary, name), target)
+
+
+def _unpack(archive: str, target: str) -> None:
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            path = os.path.normpath(os.path.join(target, member.name))
+            if not (member.isreg() or member.isdir()) or not (path + os.sep).startswith(target + os.sep):
+                raise RefusedError("bad_request", f"{member.name[:80]!r} does not belong into an upload")
+            if member.isdir():
+                os.makedirs(path, mode=0o700, exist_ok=True)
+                continue
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            source = tar.extractfile(member)
+            assert source is not None
+            with open(path, "wb") as file:
+                shutil.copyfileobj(source, file)
