@@ -22,17 +22,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from airflow_tfps.errors import TfpsError
+from airflow_tfps.demo_api import Api, StackError, wait
+from airflow_tfps.demo_processes import describe, leftovers, listening, open_ports, processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 COMPONENTS: Mapping[str, Sequence[str]] = {
     "api-server": ("api-server",),
@@ -40,18 +40,13 @@ COMPONENTS: Mapping[str, Sequence[str]] = {
     "dag-processor": ("dag-processor",),
     "triggerer": ("triggerer", "--skip-serve-logs"),
 }
-"""Component to the arguments of `airflow`; stopped in the opposite order, since tasks end through the API."""
+"""Component to the arguments of `airflow`."""
 
 USER = "admin"
 MIGRATE_SECS = 120.0
 START_SECS = 180.0
 TERM_SECS = 15.0
 """A scheduler has been seen to wait for a minute on a worker that had nothing to do."""
-POLL_SECS = 0.2
-
-
-class StackError(TfpsError):
-    """A component of Airflow did not do what it should; the message holds the end of its log."""
 
 
 class AirflowStack:
@@ -147,9 +142,8 @@ class AirflowStack:
             self._api.close()
             self._api = None
         self._ports |= {port for _, port in listening(processes(self._mark))} | ({self._port} - {0})
-        for name in reversed(COMPONENTS):
-            if name in self._children:
-                self._end_component(name)
+        self._end_components([name for name in COMPONENTS if name != "api-server"])
+        self._end_components(["api-server"])  # last, since tasks end through it
         self._end(processes(self._mark))
         left = [describe(pid) for pid in processes(self._mark)]
         left += [f"port {port} is still open" for port in sorted(self._ports & open_ports())]
@@ -163,15 +157,12 @@ class AirflowStack:
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a component and wait until it has ended."""
-        child = self._children.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        child.wait(TERM_SECS)
+        self._signal(name, number)
+        self._children.pop(name).wait(TERM_SECS)
 
     def restart(self, name: str) -> None:
         """End a component, if it lives, and start it again. Does not wait until it is healthy."""
-        if name in self._children:
-            self._end_component(name)
+        self._end_components([name])
         self._launch(name)
 
     # --- parts --------------------------------------------------------------------------------------------------
@@ -248,14 +239,22 @@ class AirflowStack:
                 start_new_session=True,
             )
 
-    def _end_component(self, name: str) -> None:
-        child = self._children.pop(name)
+    def _signal(self, name: str, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._children[name].pid, number)
+
+    def _end_components(self, names: Sequence[str]) -> None:
+        """SIGTERM to components side by side, SIGKILL to those that do not end."""
+        left = [name for name in names if name in self._children]
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(TERM_SECS)
-                return
+            for name in left:
+                self._signal(name, number)
+            until = time.monotonic() + TERM_SECS
+            for name in tuple(left):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._children[name].wait(max(until - time.monotonic(), 0))
+                    log.info("%s has ended with %s", name, self._children.pop(name).returncode)
+                    left.remove(name)
 
     def _end(self, pids: Iterable[int]) -> None:
         """SIGKILL to what is left: tasks have sessions of their own and outlive a scheduler that was killed."""
@@ -308,120 +307,6 @@ class AirflowStack:
             raise StackError(f"not read in time: {names}\n{tail(self._log('dag-processor'))}") from None
 
 
-class Api:
-    """Airflow's REST API as far as the demo and the tests need it. Raises StackError with what the server said."""
-
-    def __init__(self, url: str, user: str, password: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
-        answer = self._client.post("/auth/token", json={"username": user, "password": password})
-        if answer.status_code != 201:
-            raise StackError(f"cannot log in: {answer.status_code} {answer.text[:500]}")
-        self._client.headers["Authorization"] = f"Bearer {answer.json()['access_token']}"
-
-    def close(self) -> None:
-        self._client.close()
-
-    def request(self, method: str, path: str, body: Any = None) -> Any:
-        """One call below /api/v2; the parsed answer, None when there is none."""
-        answer = self._client.request(method, f"/api/v2{path}", json=body)
-        if answer.is_error:
-            raise StackError(f"{method} {path}: {answer.status_code} {answer.text[:1000]}")
-        return answer.json() if answer.content else None
-
-    def get(self, path: str) -> Any:
-        return self.request("GET", path)
-
-    def trigger(
-        self, dag_id: str, conf: Mapping[str, Any] | None = None, logical_date: str | None = None
-    ) -> str:
-        """Start a run of a DAG; returns its id."""
-        body = {"logical_date": logical_date, "conf": dict(conf or {})}
-        return str(self.request("POST", f"/dags/{dag_id}/dagRuns", body)["dag_run_id"])
-
-    def run_state(self, dag_id: str, run_id: str) -> str:
-        return str(self.get(f"/dags/{dag_id}/dagRuns/{run_id}")["state"])
-
-    def tasks(self, dag_id: str, run_id: str) -> dict[tuple[str, int], dict[str, Any]]:
-        """(task id, map index) to the task instance, as Airflow describes it."""
-        found = self.get(f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances?limit=100")["task_instances"]
-        return {(ti["task_id"], ti["map_index"]): ti for ti in found}
-
-    def task_states(self, dag_id: str, run_id: str) -> dict[tuple[str, int], str | None]:
-        """(task id, map index) to state; -1 for what is not mapped."""
-        return {key: ti["state"] for key, ti in self.tasks(dag_id, run_id).items()}
-
-    def xcom(
-        self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1
-    ) -> Any:
-        """A task's XCom, None if there is none."""
-        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}"
-        answer = self._client.get(f"/api/v2{path}?map_index={map_index}&deserialize=true")
-        if answer.status_code == 404:
-            return None
-        if answer.is_error:
-            raise StackError(f"GET {path}: {answer.status_code} {answer.text[:1000]}")
-        return answer.json()["value"]
-
-    def clear(
-        self,
-        dag_id: str,
-        run_id: str,
-        tasks: Sequence[str | tuple[str, int]],
-        *,
-        only_failed: bool = False,
-        downstream: bool = False,
-    ) -> list[tuple[str, int]]:
-        """Clear tasks as the UI does; returns what will run again."""
-        body = {
-            "dry_run": False,
-            "dag_run_id": run_id,
-            "task_ids": list(tasks),
-            "only_failed": only_failed,
-            "include_downstream": downstream,
-        }
-        found = self.request("POST", f"/dags/{dag_id}/clearTaskInstances", body)["task_instances"]
-        return [(ti["task_id"], ti["map_index"]) for ti in found]
-
-    def set_task_state(self, dag_id: str, run_id: str, task_id: str, state: str, map_index: int = -1) -> None:
-        """Mark a task `success`, `failed` or `skipped`."""
-        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}"
-        self.request("PATCH", path if map_index < 0 else f"{path}/{map_index}", {"new_state": state})
-
-    def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
-        """Mark a run `success`, `failed` or `queued`."""
-        self.request("PATCH", f"/dags/{dag_id}/dagRuns/{run_id}", {"state": state})
-
-    def delete_run(self, dag_id: str, run_id: str) -> None:
-        """Delete a run; Airflow refuses it for one that is running: mark it first."""
-        self.request("DELETE", f"/dags/{dag_id}/dagRuns/{run_id}")
-
-    def log(
-        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1
-    ) -> list[str]:
-        """The messages of a task's log, its triggers' among them, without Airflow's header."""
-        path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/logs/{try_number}"
-        content = self.get(f"{path}?full_content=true&map_index={map_index}")["content"]
-        lines = [str(line["event"]) if isinstance(line, dict) else str(line) for line in content]
-        end = lines.index("::endgroup::") + 1 if "::endgroup::" in lines else 0
-        return lines[end:]
-
-    def wait(self, condition: Callable[[], T], secs: float, what: str = "") -> T:
-        """See `wait`."""
-        return wait(condition, secs, what)
-
-
-def wait(condition: Callable[[], T], secs: float, what: str = "") -> T:
-    """Look until `condition` holds and return what it said. Raises TimeoutError naming `what` and the last answer."""
-    until = time.monotonic() + secs
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() >= until:
-            raise TimeoutError(f"waited {secs:.0f} s for {what or condition}; last seen: {found!r}")
-        time.sleep(POLL_SECS)
-
-
 def tail(path: Path, lines: int = 40) -> str:
     """The last lines of a file."""
     return "\n".join(path.read_text("utf-8", "replace").splitlines()[-lines:]) if path.exists() else ""
@@ -449,79 +334,4 @@ def _may_hold_dag(path: Path) -> bool:
     return b"dag" in content and b"airflow" in content
 
 
-# --- what is left -------------------------------------------------------------------------------------------------
-
-
-def leftovers(home: Path) -> list[str]:
-    """What still lives of a demo: processes with `home` in their environment and the ports they listen on.
-
-    This process and its ancestors do not count. Reads /proc; what other users run cannot be seen.
-    """
-    pids = processes(str(home.absolute()))
-    return [describe(pid) for pid in pids] + [
-        f"port {port}, opened by process {pid}" for pid, port in listening(pids)
-    ]
-
-
-def processes(mark: str) -> list[int]:
-    """Processes that have `mark` in their environment, without this one and its ancestors."""
-    ours = set(_ancestors())
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in ours:
-            with contextlib.suppress(OSError):
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return sorted(found)
-
-
-def _ancestors() -> Iterator[int]:
-    pid = os.getpid()
-    while pid > 0:
-        yield pid
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-        pid = int(stat.rpartition(")")[2].split()[1])
-
-
-def describe(pid: int) -> str:
-    """A process for people: id and command line."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        return f"process {pid} ({b' '.join(words).decode('utf-8', 'replace')[:200]})"
-    return f"process {pid}"
-
-
-LISTEN = "0A"
-"""State of a listening socket in /proc/net/tcp."""
-
-
-def _listeners() -> dict[str, int]:
-    """Inode of each listening TCP socket to its port."""
-    found = {}
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTEN:
-                    found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    return found
-
-
-def open_ports() -> set[int]:
-    """TCP ports on which anybody listens."""
-    return set(_listeners().values())
-
-
-def listening(pids: Iterable[int]) -> list[tuple[int, int]]:
-    """(process, port) for each TCP port on which one of these processes listens."""
-    ports = _listeners()
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = os.readlink(fd)
-                    inode = target.removeprefix("socket:[").removesuffix("]")
-                    if target.startswith("socket:") and inode in ports:
-                        found.add((pid, ports[inode]))
-    return sorted(found)
+__all__ = ["AirflowStack", "Api", "StackError", "free_port", "leftovers", "wait"]

@@ -95,7 +95,11 @@ class Matches:
     words: str
 
     def __call__(self, value: Any) -> str | None:
-        return None if re.fullmatch(self.pattern, value) else f"must be {self.words}, is {show(value)}"
+        return (
+            None
+            if re.fullmatch(self.pattern, value, re.DOTALL)
+            else f"must be {self.words}, is {show(value)}"
+        )
 
 
 @dataclass(frozen=True)

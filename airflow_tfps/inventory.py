@@ -203,8 +203,8 @@ class Inventory:
 
 
 def _airflow_connection(conn_id: str) -> ConnectionLike:
-    from airflow.sdk import BaseHook  # noqa: PLC0415  (keeps DAG parsing light)
-    from airflow.sdk.exceptions import AirflowNotFoundException  # noqa: PLC0415
+    from airflow.sdk import BaseHook
+    from airflow.sdk.exceptions import AirflowNotFoundException
 
     try:
         connection: ConnectionLike = BaseHook.get_connection(conn_id)

@@ -219,7 +219,8 @@ class _Floor:
         self.inventory = inventory
         self._avoid = frozenset(avoid)
         self.capacity: dict[str, float] = {
-            host.name: _first(host.gpus, gpus.get(host.name), float("inf")) for host in inventory.hosts.values()
+            host.name: _first(host.gpus, gpus.get(host.name), float("inf"))
+            for host in inventory.hosts.values()
         }
         self._order = {name: i for i, name in enumerate(inventory.names)}
         self.clear()
@@ -346,14 +347,20 @@ def _what_does_not_fit(job: JobSpec, chief: Task, floor: _Floor, chief_host: str
     unit = next(unit for unit in units if chief in unit.tasks)
     is_bound = len(unit.tasks) > 1 or chief_host is not None
     if is_bound and not any(floor.capacity[host] >= unit.gpus for host in unit.allowed):
-        place = f"on {chief_host}, where the checkpoints are" if chief_host else "on one host, for the checkpoints"
+        place = (
+            f"on {chief_host}, where the checkpoints are"
+            if chief_host
+            else "on one host, for the checkpoints"
+        )
         faults.append(
             f"roles.{chief.role}: {' and '.join(map(str, unit.tasks))} must run {place}, and do not fit; "
             "mind their hosts and gpus, or write checkpoint.shared: true if all hosts see the checkpoints"
         )
     if not faults:
         known = _capacities(floor, floor.inventory.names)
-        faults.append(f"roles: the TF tasks do not fit together on the hosts that their roles allow ({known})")
+        faults.append(
+            f"roles: the TF tasks do not fit together on the hosts that their roles allow ({known})"
+        )
     return faults
 
 

@@ -76,7 +76,9 @@ def _refuse_doubles(node: yaml.Node, seen: set[int]) -> None:
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag == _STR:
                 if key.value in names:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is written twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value} is written twice", problem_mark=key.start_mark
+                    )
                 names.add(key.value)
             _refuse_doubles(value, seen)
     elif isinstance(node, yaml.SequenceNode):

@@ -44,7 +44,7 @@ def faults(*arguments, **keywords):
     [
         # ps first and spread, then the worker that is the chief where the least is.
         ({"ps": 1, "worker": 2}, {"a": 0, "b": 0}, ["ps:0@a", "worker:0@b", "worker:1@a"]),
-        ({"ps": 3}, {"a": 0, "b": 0}, ["ps:0@a", "ps:1@b", "ps:2@a"]),
+        ({"ps": 3, "worker": 1}, {"a": 0, "b": 0}, ["ps:0@a", "ps:1@b", "ps:2@a", "worker:0@b"]),
         ({"worker": 2, "ps": 2}, {"a": 0, "b": 0}, ["worker:0@a", "worker:1@b", "ps:0@a", "ps:1@b"]),
         # GPUs: the host with the most free ones, then the one with the fewest workers.
         (
@@ -73,9 +73,7 @@ def faults(*arguments, **keywords):
 )
 def test_placement(roles, hosts, expected):
     """ps are spread first, then chief and evaluator, then workers by free GPUs; ties go by the inventory."""
-    keys = {"command": ["x"]} if set(roles) == {"ps"} else {}
-    roles = {**roles, "worker": 1} if keys else roles
-    assert places(make_plan(job(roles, **keys), inventory(**hosts)))[: len(expected)] == expected
+    assert places(make_plan(job(roles), inventory(**hosts))) == expected
 
 
 def test_names_of_their_own_are_spread_too():
@@ -310,19 +308,22 @@ ROLES = st.fixed_dictionaries(
 @given(
     roles=ROLES, hosts=HOSTS, measured=HOSTS, avoid=st.sets(st.sampled_from("abcdef")), shared=st.booleans()
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_plan_never_gives_out_what_is_not_there(roles, hosts, measured, avoid, shared):
     """Any plan places every TF task once, on an allowed host, within its GPUs, the same way each time."""
     wanted, floor = job(roles, checkpoint={"shared": shared}), inventory(**hosts)
     gpus = {name: number for name, number in measured.items() if number is not None}
-    try:
-        plan = make_plan(wanted, floor, gpus=gpus, avoid=avoid)
-    except SpecError as error:
-        with pytest.raises(SpecError) as again:
-            make_plan(wanted, floor, gpus=gpus, avoid=avoid)
-        assert again.value.faults == error.faults
+
+    def once():
+        try:
+            return make_plan(wanted, floor, gpus=gpus, avoid=avoid)
+        except SpecError as error:
+            return error.faults
+
+    plan = once()
+    assert once() == plan
+    if isinstance(plan, tuple):
         return
-    assert str(make_plan(wanted, floor, gpus=gpus, avoid=avoid)) == str(plan)
     names = [str(planned.task) for planned in plan.tasks]
     assert names == [f"{name}:{i}" for name, spec in wanted.roles.items() for i in range(spec.count)]
     assert sum(planned.is_chief for planned in plan.tasks) == 1
@@ -342,7 +343,7 @@ def test_a_plan_never_gives_out_what_is_not_there(roles, hosts, measured, avoid,
     gpus=st.integers(1, 4),
     count=st.integers(1, 12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_what_fits_is_placed(hosts, gpus, count):
     """Equal workers are placed exactly when the hosts have room for them."""
     floor = inventory(**{f"h{i}": number for i, number in enumerate(hosts)})
