@@ -192,7 +192,7 @@ async def follow(
                 await queue.put((follower, message))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001  carried to whoever iterates
+        except BaseException as error:
             await queue.put((follower, error))
         else:
             await queue.put((follower, None))

@@ -210,6 +210,7 @@ class ClusterHook(BaseHook):
         plan = self._plan(job, None if job.checkpoint.shared else chief_host)
         try:
             reservations = self._reserve(plan, job, training)
+            job = self._resolve_steps(job, plan, reservations)
             handle = self._handle(plan, job, training, reservations, blobs)
             paths = self._upload(handle, blobs)
             self._start(handle, paths, secrets, lease_secs or job.timeouts.lease_secs)
@@ -259,6 +260,19 @@ class ClusterHook(BaseHook):
             )
             found[host] = self.call(host, "reserve", request.to_json())
         return found
+
+    def _resolve_steps(
+        self, job: JobSpec, plan: Plan, reservations: Mapping[str, Mapping[str, Any]]
+    ) -> JobSpec:
+        """Make a number of `steps: +N`: N more than the newest checkpoint in the fixed directory has."""
+        if not isinstance(job.steps, str):
+            return job
+        host = plan.chief.host
+        request = {"directory": reservations[host]["checkpoint_dir"], "newest": True}
+        newest = self.call(host, "checkpoints", request).get("checkpoint")
+        there = 0 if newest is None else int(newest["global_step"])
+        log.info("%s: %d steps more than the %d of the newest checkpoint", job.name, int(job.steps), there)
+        return job.override(steps=there + int(job.steps))
 
     def _handle(
         self,

@@ -284,7 +284,7 @@ def _write_log(message: Mapping[str, Any]) -> None:
 class CheckpointTrigger(BaseTrigger):
     """Waits for a complete checkpoint in a directory on a host, which pushes them as they appear.
 
-    One event: `{"checkpoint": {...}}`, or `{"checkpoint": null, "reason": …}` with `skip` when the training ended first.
+    One event: `{"checkpoint": {...}}`, or with null and a `reason`; `skip` says that the training ended first.
 
     Args:
         host: An inventory of one host, as JSON.

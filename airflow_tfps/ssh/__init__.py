@@ -145,7 +145,7 @@ class AsyncTransport(Protocol):
         argv: Sequence[str],
         stdin: bytes = b"",
         *,
-        timeout: float | None = None,  # noqa: ASYNC109  the same signature as the blocking one
+        timeout: float | None = None,
     ) -> Completed: ...
 
     def stream(self, argv: Sequence[str], stdin: bytes = b"") -> AbstractAsyncContextManager[AsyncStream]: ...
@@ -170,10 +170,10 @@ def connect(endpoint: Endpoint) -> Transport:
     or wrong), HostKeyError, AuthenticationError, HostUnreachableError.
     """
     if endpoint.ssh_conn_id == LOCAL:
-        from airflow_tfps.ssh.local import LocalTransport  # noqa: PLC0415  see the module's last line
+        from airflow_tfps.ssh.local import LocalTransport
 
         return LocalTransport(endpoint.host)
-    from airflow_tfps.ssh import blocking, settings  # noqa: PLC0415
+    from airflow_tfps.ssh import blocking, settings
 
     how = settings.read(endpoint, settings.fetch(endpoint))
     for wait_secs in RETRY_SECS:
@@ -190,11 +190,11 @@ def connect(endpoint: Endpoint) -> Transport:
 async def connect_async(endpoint: Endpoint) -> AsyncTransport:
     """`connect` for an event loop; nothing in it blocks. The bound on handshakes is per loop."""
     if endpoint.ssh_conn_id == LOCAL:
-        from airflow_tfps.ssh.local_async import AsyncLocalTransport  # noqa: PLC0415
+        from airflow_tfps.ssh.local_async import AsyncLocalTransport
 
         return AsyncLocalTransport(endpoint.host)
     await asyncio.to_thread(importlib.import_module, "airflow_tfps.ssh.asynchronous")  # it takes a second
-    from airflow_tfps.ssh import asynchronous, settings  # noqa: PLC0415
+    from airflow_tfps.ssh import asynchronous, settings
 
     # Masks secrets and reads key files, known_hosts and ~/.ssh/config: all of it blocks.
     how = await asyncio.to_thread(settings.read, endpoint, await settings.fetch_async(endpoint))
@@ -259,4 +259,4 @@ def _merge(errors: Sequence[HostError | SpecError], of: int) -> HostError | Spec
 
 
 def _jitter(secs: float) -> float:
-    return secs * random.uniform(0.5, 1.5)  # noqa: S311  spreads the tries of many hosts; no secret
+    return secs * random.uniform(0.5, 1.5)

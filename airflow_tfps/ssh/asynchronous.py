@@ -43,7 +43,7 @@ class AsyncSshTransport:
         argv: Sequence[str],
         stdin: bytes = b"",
         *,
-        timeout: float | None = None,  # noqa: ASYNC109  the same signature as the blocking one
+        timeout: float | None = None,
     ) -> Completed:
         try:
             async with asyncio.timeout(timeout):

@@ -25,7 +25,7 @@ class AsyncLocalTransport:
         argv: Sequence[str],
         stdin: bytes = b"",
         *,
-        timeout: float | None = None,  # noqa: ASYNC109  the same signature as the blocking one
+        timeout: float | None = None,
     ) -> Completed:
         process = await _spawn(argv)
         try:

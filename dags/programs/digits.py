@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tfps_runtime.training import EVAL, TRAIN, Model
+from tfps_runtime.training import EVAL, TRAIN, Model, Params, Shard
 
 PIXELS, CLASSES = 64, 10
 
 
-def load(path):
+def load(path: str) -> tuple[np.ndarray, np.ndarray]:
     """All images in 0..1, and their digits."""
     files = sorted(Path(path).glob("*.npz")) if Path(path).is_dir() else [Path(path)]
     parts = [np.load(file) for file in files]
@@ -26,7 +26,7 @@ def load(path):
     return x, np.concatenate([part["y"] for part in parts]).astype(np.int32)
 
 
-def input_fn(mode, params, shard):
+def input_fn(mode: str, params: Params, shard: Shard) -> tf.data.Dataset:
     """Every replica shuffles every `shard.count`-th image, again and again; evaluation sees all once."""
     x, y = load(params.inputs[mode])
     if mode == EVAL:
@@ -36,7 +36,7 @@ def input_fn(mode, params, shard):
     return images.repeat().batch(params.get("batch_size", 100)).prefetch(1)
 
 
-def model_fn(features, labels, mode, params):
+def model_fn(features: tf.Tensor, labels: tf.Tensor | None, mode: str, params: Params) -> Model:
     units = params.get("hidden_units", 500)
     hidden = tf.nn.relu(_layer("hidden", features, PIXELS, units))
     logits = _layer("output", hidden, units, CLASSES)
@@ -64,7 +64,7 @@ def model_fn(features, labels, mode, params):
     )
 
 
-def _layer(name, inputs, size, units):
+def _layer(name: str, inputs: tf.Tensor, size: int, units: int) -> tf.Tensor:
     with tf.variable_scope(name):
         weights = tf.get_variable(
             "weights", [size, units], initializer=tf.truncated_normal_initializer(stddev=0.1)

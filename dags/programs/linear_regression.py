@@ -9,15 +9,17 @@ stop and kill.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tfps_runtime.training import EVAL, Model
+from tfps_runtime.training import EVAL, Model, Params, Shard
 
+Batch = tuple[np.ndarray, np.ndarray]
 WEIGHT, BIAS, NOISE = 2.0, 10.0, 0.33
 
 
-def batches(seed, size, step_secs=0.0, count=None):
+def batches(seed: int, size: int, step_secs: float = 0.0, count: int | None = None) -> Iterator[Batch]:
     """(x, y) pairs of arrays; `count` of them, or without end."""
     random = np.random.default_rng(seed)
     while count is None or count > 0:
@@ -28,7 +30,7 @@ def batches(seed, size, step_secs=0.0, count=None):
         count = None if count is None else count - 1
 
 
-def input_fn(mode, params, shard):
+def input_fn(mode: str, params: Params, shard: Shard) -> Iterator[Batch]:
     """Every replica draws examples of its own; evaluation sees always the same ones."""
     size = params.get("batch_size", 32)
     if mode == EVAL:
@@ -36,7 +38,7 @@ def input_fn(mode, params, shard):
     return batches(shard.seed, size, params.get("step_secs", 0.0))
 
 
-def model_fn(features, labels, mode, params):
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Params) -> Model:  # noqa: ARG001  one for all
     weight = tf.get_variable("weight", [], initializer=tf.zeros_initializer())
     bias = tf.get_variable("bias", [], initializer=tf.zeros_initializer())
     predictions = features * weight + bias

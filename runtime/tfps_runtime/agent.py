@@ -21,7 +21,7 @@ from typing import Any, Optional
 from tfps_runtime import core
 from tfps_runtime.followers import Connection, Followers, integer
 from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, Launch, prctl
-from tfps_runtime.placeholders import fill
+from tfps_runtime.placeholders import fill, values_for
 from tfps_runtime.processes import Processes
 from tfps_runtime.protocol import (
     CONTEXT_VARIABLE,
@@ -270,7 +270,7 @@ class Agent:
         start, task = self.start_request, Task.parse(name)
         view = self.state.tasks[name]
         values = self._placeholders(task)
-        env = {k: fill(v, values) for k, v in view.spec.env.items()}
+        env = {k: fill(v, values) for k, v in {**self.request.env, **view.spec.env}.items()}
         env.update(start.secrets, TF_CONFIG=self._tf_config(task))
         gpus = self.reservation.gpus.get(name, [])
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus)) or "-1"
@@ -280,8 +280,6 @@ class Agent:
             write_file(self.paths.context(task), self._context(task, attempt).dumps() + "\n")
             env[CONTEXT_VARIABLE] = self.paths.context(task)
         warm = view.spec.warm and bool(self.request.preload) and start.program.command is None
-        if not warm:
-            env = {**self.request.env, **env}
         launch = Launch(
             task=name,
             log=self.paths.log(task),
@@ -339,19 +337,14 @@ class Agent:
     def _placeholders(self, task: Task) -> dict[str, str]:
         start = self.start_request
         assert start is not None
-        values = {
-            "job_name": task.role,
-            "task_index": str(task.index),
-            "task": str(task),
-            "host": self.request.host,
-            "checkpoint_dir": start.checkpoint.directory,
-            "steps": "" if start.steps is None else str(start.steps),
-        }
-        for role, addresses in start.cluster.items():
-            values[f"{role}_hosts"] = ",".join(addresses)
-        for name, path in start.inputs.items():
-            values[f"inputs.{name}"] = path
-        return values
+        return values_for(
+            task,
+            host=self.request.host,
+            cluster=start.cluster,
+            checkpoint_dir=start.checkpoint.directory,
+            steps=start.steps,
+            inputs=start.inputs,
+        )
 
     def _ended(self, name: str, exit_: Exit, reason: str, *, charged: bool) -> None:
         self._read_progress()

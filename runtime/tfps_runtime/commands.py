@@ -466,7 +466,11 @@ def _stop(paths: Paths, request: dict[str, Any]) -> str:
 
 
 def checkpoints(request: dict[str, Any]) -> None:
-    """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between."""
+    """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between.
+
+    Without `follow` the last line is the newest once more, or `caught_up` when there is none.
+    """
+    newest: Optional[dict[str, Any]] = None
     directory = os.path.expanduser(str(request["directory"]))
     said = time.monotonic()
     for checkpoint in watch(
@@ -476,9 +480,11 @@ def checkpoints(request: dict[str, Any]) -> None:
         newest=bool(request.get("newest")),
     ):
         if checkpoint is not None:
-            say({"type": "checkpoint", "checkpoint": checkpoint.to_json()})
+            newest = {"type": "checkpoint", "checkpoint": checkpoint.to_json()}
+            say(newest)
             continue
         if not request.get("follow"):
+            say({"type": Kind.CAUGHT_UP} if newest is None else newest)
             break
         if time.monotonic() - said >= 5.0:
             said = time.monotonic()

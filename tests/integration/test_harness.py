@@ -18,9 +18,10 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 from tfps_runtime.protocol import CheckpointOptions, Progress, Result, TaskContext
@@ -97,7 +98,7 @@ def _call(request: dict[str, Any]) -> int:
 
     try:
         value = globals()[request["call"]](*request["args"])
-    except BaseException:
+    except BaseException:  # noqa: BLE001  the process's outermost frame
         traceback.print_exc()
         return 1
     Path(request["answer"]).write_text(json.dumps(value))
@@ -684,6 +685,44 @@ def local_twice(program: str, directory: str) -> list[Any]:
     ]
 
 
+SPARSE = """
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.training import Model
+
+    if {is_resource}:
+        tf.enable_resource_variables()
+
+    def input_fn(mode, params, shard):
+        return tf.data.Dataset.from_tensors({{"id": [0, 3]}}).repeat(1 if mode == "eval" else None)
+
+    def model_fn(features, labels, mode, params):
+        rows = tf.get_variable(
+            "rows", [4, 1], initializer=tf.zeros_initializer(), partitioner=tf.fixed_size_partitioner(2)
+        )
+        seen = tf.get_variable("seen", [], initializer=tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_add(seen, 1.0))
+        return Model(
+            loss=tf.reduce_sum(tf.nn.embedding_lookup(rows, features["id"])),
+            optimizer=tf.train.GradientDescentOptimizer(1.0),
+            metrics={{"seen": seen, **{{f"row_{{i}}": tf.nn.embedding_lookup(rows, [i]) for i in range(4)}}}},
+            clip_norm=2 ** 0.5 / 2,  # half the norm of the gradient, which is 1 for two rows
+        )
+"""
+
+
+@both_modes
+@pytest.mark.parametrize("is_resource", [False, True])
+def test_sparse_gradients_reach_the_rows_they_are_of(train, mode, is_resource):
+    """Embeddings split over two ps, clipping and update ops work in both modes, with both kinds of variables."""
+    training = train(SPARSE.format(is_resource=is_resource), mode=mode, ps=2, steps=20)
+    training.start_all()
+    assert [training.tasks[task].wait() for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
+    metrics, steps = training.result.metrics, training.result.global_step
+    assert metrics["row_0"] == metrics["row_3"] == pytest.approx(-steps / 2)
+    assert metrics["row_1"] == metrics["row_2"] == 0
+    assert metrics["seen"] == (2 * steps if mode == "sync" else steps)
+
+
 def test_variables_are_spread_by_bytes_and_everything_else_stays(forks, tmp_path):
     """Large variables alternate between ps; small ones fill up; local variables and input stay on the replica."""
     devices = forks.call(placed, directory=tmp_path)
@@ -739,6 +778,73 @@ def test_what_cannot_work_is_said_in_the_last_line(train, fields, message):
     training.start(CHIEF)
     assert training.tasks[CHIEF].wait() == 1
     assert message in training.tasks[CHIEF].log.strip().splitlines()[-1]
+
+
+def test_what_blocks_in_tensorflow_is_ended_by_a_deadline(forks, tmp_path):
+    """A session that never comes ends its process with "try again"; the last words name the ps that is missing."""
+    answer = tmp_path / "answer"
+    process = forks.fork(
+        tmp_path / "log", call=wait_for_nobody.__name__, args=free_ports(2), answer=str(answer)
+    )
+    assert process.wait() == 75
+    assert "giving up: without ps:0 (127.0.0.1:" in process.log
+    assert not answer.exists()
+
+
+def wait_for_nobody(*ports: int) -> None:
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.protocol import Task
+    from tfps_runtime.training.cluster import Cluster
+    from tfps_runtime.training.stopping import deadline
+
+    tf.disable_v2_behavior()
+    ps, worker = (f"127.0.0.1:{port}" for port in ports)
+    cluster = Cluster(Task("worker", 0), Task("worker", 0), {"ps": [ps], "worker": [worker]})
+    server = cluster.start_server(cluster.config({}))
+    with (
+        deadline(0.3, lambda: f"without {', '.join(cluster.unreachable_ps())}"),
+        tf.Session(server.target) as session,
+    ):
+        session.run(tf.constant(1))
+
+
+def test_a_script_for_tensorflow_1_finds_its_names(forks, tmp_path):
+    """After compat.install() `import tensorflow as tf` is TensorFlow 1, submodules and planted modules included."""
+    assert forks.call(run_tensorflow_1_script, directory=tmp_path) == {
+        "is_eager": False,
+        "sum": 3.0,
+        "planted": "planted",
+        "same": True,
+        "absent": True,
+    }
+
+
+def run_tensorflow_1_script() -> dict[str, Any]:
+    import types
+
+    from tfps_runtime.training import compat
+
+    compat.install()
+    compat.install()
+    sys.modules["tensorflow.contrib"] = types.ModuleType("tensorflow.contrib", "planted")
+    names: dict[str, Any] = {}
+    script = """
+        import tensorflow as tf
+        import tensorflow.compat.v1 as v1
+        from tensorflow.python.framework import ops
+        import tensorflow.contrib as contrib
+        with tf.Session() as session:
+            total = float(session.run(tf.placeholder_with_default(1.0, []) + 2))
+    """
+    exec(textwrap.dedent(script), names)
+    tf = names["tf"]
+    return {
+        "is_eager": tf.executing_eagerly(),
+        "sum": names["total"],
+        "planted": names["contrib"].__doc__,
+        "same": names["v1"].Graph is tf.Graph is names["ops"].Graph,
+        "absent": not hasattr(tf, "nothing_of_the_kind"),
+    }
 
 
 if __name__ == "__main__":

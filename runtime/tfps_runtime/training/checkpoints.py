@@ -15,7 +15,7 @@ from typing import Any, Callable
 import tensorflow.compat.v1 as tf
 
 from tfps_runtime.protocol import CheckpointOptions
-from tfps_runtime.training.model import ProgramError
+from tfps_runtime.training.model import ProgramError, first_line
 
 _log = logging.getLogger("tfps")
 
@@ -60,7 +60,7 @@ class Checkpoints:
                 self._saver.restore(session, newest)
             except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError, ValueError) as error:
                 raise ProgramError(
-                    f"{newest} does not fit the program's model: {_first_line(error)}; "
+                    f"{newest} does not fit the program's model: {first_line(error)}; "
                     "use a fresh checkpoint directory for a changed model"
                 ) from error
             _log.info("restored %s", newest)
@@ -155,7 +155,3 @@ def _saved_as(variable: Any) -> tuple[str, list[int]]:
     if partition is None:
         return variable.op.name, variable.shape.as_list()
     return partition.full_name, list(partition.full_shape)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

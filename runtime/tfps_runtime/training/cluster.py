@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
-from google.protobuf import json_format  # type: ignore[import-untyped]
+from google.protobuf import json_format
 
 from tfps_runtime.protocol import Task, TaskContext
-from tfps_runtime.training.model import ProgramError
+from tfps_runtime.training.model import ProgramError, first_line
 
 PS = "ps"
 
@@ -116,8 +116,7 @@ class Cluster:
         try:
             json_format.ParseDict(dict(session), config)
         except json_format.ParseError as error:
-            what = str(error).splitlines()[0]  # a list of all fields follows
-            raise ProgramError(f"the job's session options: {what}") from None
+            raise ProgramError(f"the job's session options: {first_line(error)}") from None
         if not self.is_local and not self.is_ps:
             config.device_filters[:] = [f"/job:{PS}", self.device]
         return config

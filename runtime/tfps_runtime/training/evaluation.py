@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 
 from tfps_runtime.training.cluster import Cluster
 from tfps_runtime.training.inputs import Batches, build_batches
-from tfps_runtime.training.model import EVAL, Model, Params, ProgramError, Shard
+from tfps_runtime.training.model import EVAL, Model, Params, ProgramError, Shard, first_line
 from tfps_runtime.training.program import Program, load_program
 
 _log = logging.getLogger("tfps")
@@ -70,7 +70,9 @@ def evaluate(
             try:
                 saver.restore(tf_session, checkpoint)
             except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError, ValueError) as error:
-                raise ProgramError(f"{checkpoint} does not fit the program's model: {error}") from error
+                raise ProgramError(
+                    f"{checkpoint} does not fit the program's model: {first_line(error)}"
+                ) from error
             tf_session.run([tf.local_variables_initializer(), tf.tables_initializer()])
             _refuse_endless(tf_session, batches)
             means = _run_over(tf_session, batches, tensors, [update for _, update in pairs.values()])

@@ -129,7 +129,11 @@ class ClusterSessionCreator(tf.train.SessionCreator):  # type: ignore[misc]  # T
         self._restore(session)
 
     def _await_chief(self, session: Any) -> None:
+        is_told = False
         while len(session.run(self._uninitialised)) or not session.run(self._ready):
+            if not is_told:
+                _log.info("waiting for the variables of %s", self._cluster.chief)
+                is_told = True
             self._pause()
 
     def _pause(self) -> None:

@@ -25,7 +25,7 @@ from tfps_runtime.protocol import EXIT_TRY_AGAIN, CheckpointOptions, Result, Tas
 from tfps_runtime.training.checkpoints import CheckpointHook, Checkpoints
 from tfps_runtime.training.cluster import Cluster
 from tfps_runtime.training.evaluation import evaluate
-from tfps_runtime.training.model import Params, ProgramError, random_seed
+from tfps_runtime.training.model import Params, ProgramError, first_line, random_seed
 from tfps_runtime.training.program import Program, load_program
 from tfps_runtime.training.progress import ProgressWriter
 from tfps_runtime.training.replica import Replica, build_replica
@@ -86,7 +86,7 @@ def run(context: TaskContext) -> int:
         server = cluster.start_server(cluster.config(context.session))
         result = _train(context, cluster, server.target, stop)
     except _TRY_AGAIN as error:
-        _log.info("%s leaves, to be tried again: %s", cluster.task, _first_line(error))
+        _log.info("%s leaves, to be tried again: %s", cluster.task, first_line(error))
         return EXIT_TRY_AGAIN
     if stop.is_requested and result is None:
         _log.info("%s stopped as asked", cluster.task)
@@ -340,7 +340,3 @@ def _write(path: str, result: Result) -> None:
 
 def _nothing(session: Any) -> None:
     """Restore nothing: this is not the chief."""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
