@@ -92,7 +92,7 @@ class DemoServer(asyncssh.SSHServer):
     def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
         return username == self._login and key.public_data == self._key
 
-    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
+    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:  # noqa: ARG002
         return dest_host in {"127.0.0.1", "::1", "localhost"}
 
 
@@ -224,7 +224,9 @@ async def _feed(source: asyncssh.SSHReader[bytes], child: asyncio.subprocess.Pro
 async def _drain(pipe: int, sink: asyncssh.SSHWriter[bytes]) -> None:
     reader = asyncio.StreamReader(limit=_CHUNK)
     loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0))
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
+    )
     try:
         while data := await reader.read(_CHUNK):
             sink.write(data)
@@ -254,7 +256,9 @@ async def _main(home: Path, names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
-    parser = argparse.ArgumentParser(prog="python -m airflow_tfps.demo_hosts", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m airflow_tfps.demo_hosts", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--home", type=Path, required=True, help="directory for keys, homes and hosts.json")
     parser.add_argument("--host", action="append", required=True, help="name of a host; may be repeated")
     arguments = parser.parse_args(argv)

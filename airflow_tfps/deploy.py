@@ -27,15 +27,21 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 HASH_DIGITS = 16
 
 INSTALL = """
-import os, sys
+import os, sys, tempfile
 path = os.path.expanduser(sys.argv[1])
+content = sys.stdin.buffer.read()
+if len(content) != int(sys.argv[2]):
+    sys.exit("the upload was cut short")
 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-temporary = "%s.%d.tmp" % (path, os.getpid())
-with open(temporary, "wb") as file:
-    file.write(sys.stdin.buffer.read())
+fd, temporary = tempfile.mkstemp(".tmp", dir=os.path.dirname(path))
+with open(fd, "wb") as file:
+    file.write(content)
 os.replace(temporary, path)
 """
-"""Python source that stores standard input at its argument; how the `.pyz` itself reaches a host."""
+"""Python source that stores standard input at its first argument; the second is how many bytes there must be.
+
+How the `.pyz` itself reaches a host. A connection that breaks looks like the end of the input.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

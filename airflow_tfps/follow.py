@@ -94,7 +94,10 @@ class HostFollower:
         while True:
             try:
                 async for message in self._connected():
-                    failures, self._lost_since = 0, None
+                    failures = 0
+                    if self._lost_since is not None:
+                        self._lost_since = None
+                        yield self._unreachable()  # for no seconds: it is back
                     yield message
                     if message.get("last") is True or message["type"] == Kind.GONE:
                         return
@@ -192,7 +195,7 @@ async def follow(
                 await queue.put((follower, message))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  carried to whoever iterates
             await queue.put((follower, error))
         else:
             await queue.put((follower, None))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfps_runtime.protocol import VERSION, Paths, ProtocolError, Task, TrainingId
+from tfps_runtime.protocol import VERSION, Paths, Task, TrainingId
 
 from airflow_tfps.errors import SpecError
 from airflow_tfps.inventory import HostSpec, Inventory
@@ -123,7 +123,7 @@ class Handle:
                 ),
                 chief=Task.parse(data["chief"]),
                 checkpoint_dir=data["checkpoint_dir"],
-                blobs=data.get("blobs", {}),
+                blobs={str(key): tuple(map(str, blob)) for key, blob in data.get("blobs", {}).items()},
             )
-        except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SpecError("handle", [f"it is damaged: {error}"]) from error

@@ -64,13 +64,24 @@ class Verdict:
 
 _TRAINERS = ("chief", "worker")
 _GONE = (TaskState.FAILED, TaskState.LOST)
+_OUTCOMES: Mapping[TrainingState, Outcome] = {
+    TrainingState.FAILED: "failed",
+    TrainingState.EXPIRED: "expired",
+    TrainingState.STOPPED: "stopped",
+}
+_REASONS = {
+    TrainingState.FAILED: "the training failed",
+    TrainingState.EXPIRED: "nobody renewed the lease",
+    TrainingState.STOPPED: "stopped by someone",
+}
 
 
 def judge(rules: Rules, events: Iterable[Mapping[str, Any]]) -> Verdict | None:
     """The verdict over a training, or None while it goes on. Pure.
 
-    `events` are the agents' numbered events and `gone` messages, each with the `host` it came from, in the order in
-    which they were heard, and the observer's own `unreachable` events. Events heard twice change nothing.
+    `events` are the agents' numbered events and `gone` messages, each with the `host` it came from, and the observer's
+    own `unreachable` events. Those of one host are in their order; how the hosts' events are mixed changes nothing, nor
+    does an event that is heard twice. Anything heard from a host means that it can be reached.
     """
     return _Trial(rules).hear(events)
 
@@ -80,15 +91,22 @@ class _Trial:
         self.rules = rules
         self.states: dict[str, TaskState] = {}
         self.whys: dict[str, Mapping[str, Any]] = {}
-        self.order: list[str] = []
-        """TF tasks that failed or were lost, in the order in which that was heard."""
+        """TF tasks that failed or were lost, with the event that says so."""
+        self.heard: dict[str, int] = {}
+        """Host -> number of the last event heard from it."""
         self.hosts: dict[str, Mapping[str, Any]] = {}
         self.unreachable: dict[str, float] = {}
         self.result: Mapping[str, Any] = {}
 
     def hear(self, events: Iterable[Mapping[str, Any]]) -> Verdict | None:
         for event in events:
-            kind, host = event.get("type"), str(event.get("host"))
+            kind, host, seq = event.get("type"), str(event.get("host")), event.get("seq")
+            if isinstance(seq, int):
+                if seq <= self.heard.get(host, 0):
+                    continue
+                self.heard[host] = seq
+            if kind != UNREACHABLE:
+                self.unreachable.pop(host, None)
             if kind == Kind.TASK:
                 self.set_state(event["task"], TaskState(event["state"]), event)
             elif kind == Kind.RESULT:
@@ -102,12 +120,16 @@ class _Trial:
         return self.verdict()
 
     def set_state(self, task: str, state: TaskState, why: Mapping[str, Any]) -> None:
-        if task not in self.rules.tasks or self.states.get(task) in (TaskState.SUCCEEDED, TaskState.FAILED):
+        if task not in self.rules.tasks or self.states.get(task) in (TaskState.SUCCEEDED, *_GONE):
             return
         self.states[task] = state
-        if state in _GONE and task not in self.order:
-            self.order.append(task)
+        if state in _GONE:
             self.whys[task] = why
+
+    @property
+    def order(self) -> list[str]:
+        """TF tasks that failed or were lost, in the order in which that happened by their hosts' clocks."""
+        return sorted(self.whys, key=lambda task: (float(self.whys[task].get("time", "inf")), task))
 
     def lose(self, host: str, event: Mapping[str, Any]) -> None:
         for task, where in self.rules.tasks.items():
@@ -141,8 +163,8 @@ class _Trial:
         for task in self.order:
             if task == self.rules.chief or Task.parse(task).role == "ps":
                 return self.failed(task)
-        for task, state in self.states.items():
-            if Task.parse(task).role == "ps" and state is TaskState.SUCCEEDED:
+        for task in sorted(self.states):
+            if Task.parse(task).role == "ps" and self.states[task] is TaskState.SUCCEEDED:
                 return Verdict(
                     outcome="failed",
                     reason=f"{self.label(task)} ended with exit code 0 before the chief had finished",
@@ -179,7 +201,7 @@ class _Trial:
         return not self.rules.exits_are_final
 
     def lost_hosts(self) -> Verdict | None:
-        late = [h for h, secs in self.unreachable.items() if secs >= self.rules.unreachable_secs]
+        late = sorted(h for h, secs in self.unreachable.items() if secs >= self.rules.unreachable_secs)
         missing = []
         for host in late:
             for task, where in self.rules.tasks.items():
@@ -208,14 +230,16 @@ class _Trial:
 
     def ended_hosts(self) -> Verdict | None:
         """A training that somebody else ended, on any host, is over on all of them."""
-        for host, event in self.hosts.items():
-            state, reason = event["state"], str(event.get("reason") or "")
-            if state == TrainingState.FAILED.value:
-                return Verdict(outcome="failed", reason=f"{host}: {reason or 'the training failed'}")
-            if state == TrainingState.EXPIRED.value:
-                return Verdict(outcome="expired", reason=f"{host}: {reason}", transient=True)
-            if state == TrainingState.STOPPED.value:
-                return Verdict(outcome="stopped", reason=f"{host}: {reason or 'stopped by someone'}")
+        ends = {host: TrainingState(event["state"]) for host, event in sorted(self.hosts.items())}
+        for end in (TrainingState.FAILED, TrainingState.EXPIRED, TrainingState.STOPPED):
+            for host, state in ends.items():
+                if state is end:
+                    reason = str(self.hosts[host].get("reason") or _REASONS[end])
+                    return Verdict(
+                        outcome=_OUTCOMES[end],
+                        reason=f"{host}: {reason}",
+                        transient=end is TrainingState.EXPIRED,
+                    )
         return None
 
     def label(self, task: str) -> str:

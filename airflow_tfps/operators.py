@@ -82,7 +82,7 @@ class ProvisionClusterOperator(BaseOperator):
     """
 
     template_fields: Sequence[str] = ("job", "hosts", "hparams", "inputs", "steps", "mode")
-    template_fields_renderers = {"job": "json", "hparams": "json", "inputs": "json"}
+    template_fields_renderers = {"job": "json", "hparams": "json", "inputs": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#d5e8f7"
 
     def __init__(
@@ -207,7 +207,7 @@ class TrainOperator(BaseOperator):
     """
 
     template_fields: Sequence[str] = ("handle",)
-    template_fields_renderers = {"handle": "json"}
+    template_fields_renderers = {"handle": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#f7e3c8"
 
     def __init__(self, *, handle: Any, **kwargs: Any) -> None:
@@ -379,7 +379,7 @@ class TeardownClusterOperator(BaseOperator):
     """
 
     template_fields: Sequence[str] = ("handle", "hosts")
-    template_fields_renderers = {"handle": "json"}
+    template_fields_renderers = {"handle": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#e6e6e6"
 
     def __init__(

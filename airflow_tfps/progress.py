@@ -90,7 +90,7 @@ class Board:
 
     def to_json(self, outcome: str | None = None) -> dict[str, Any]:
         """The whole board in at most MAX_BYTES: a large cluster shows fewer tasks, a long training fewer points."""
-        tasks, curve = list(self._tasks.values()), list(self._curve)
+        tasks, curve, hosts = list(self._tasks.values()), list(self._curve), self._hosts
         while True:
             value = {
                 "version": 1,
@@ -101,7 +101,7 @@ class Board:
                 "loss": self._newest.get("loss"),
                 "steps_per_sec": self._newest.get("steps_per_sec"),
                 "time": self._newest.get("time"),
-                "hosts": self._hosts,
+                "hosts": hosts,
                 "curve": curve,
                 "tasks": tasks,
                 "tasks_left_out": len(self._tasks) - len(tasks),
@@ -110,5 +110,7 @@ class Board:
                 return value
             if len(curve) > 60:
                 curve = curve[::2]
-            else:
+            elif tasks:
                 tasks = tasks[: len(tasks) // 2]
+            else:
+                hosts = {}

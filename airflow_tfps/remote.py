@@ -43,7 +43,9 @@ def argv(spec: HostSpec, command: str) -> list[str]:
 
 def install_argv(spec: HostSpec) -> list[str]:
     """The command line that stores its standard input as the runtime's `.pyz`."""
-    return [python(spec), "-c", INSTALL, runtime_path(spec.workdir, build_runtime().hash)]
+    runtime = build_runtime()
+    path = runtime_path(spec.workdir, runtime.hash)
+    return [python(spec), "-c", INSTALL, path, str(len(runtime.content))]
 
 
 def request_line(request: Mapping[str, Any]) -> bytes:

@@ -31,7 +31,7 @@ class ClusterReadySensor(BaseSensorOperator):
     """
 
     template_fields: Sequence[str] = ("handle",)
-    template_fields_renderers = {"handle": "json"}
+    template_fields_renderers = {"handle": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#d5f0dc"
 
     def __init__(self, *, handle: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class CheckpointSensor(BaseSensorOperator):
         self.hosts = hosts
         self.base_dir = base_dir
 
-    def execute(self, context: Context) -> None:
+    def execute(self, context: Context) -> None:  # noqa: ARG002  Airflow's form
         with airflow_errors():
             where = self._where()
         since = float(self.newer_than) if self.newer_than is not None else 0.0

@@ -125,7 +125,11 @@ class TrainingTrigger(_HandleTrigger):
                     _write_log(message)
                     await follower.acknowledge(message["task"], message["offset"])
                 elif "seq" in message or kind in (Kind.GONE, UNREACHABLE):
-                    events = [e for e in events if not (e["type"] == kind == UNREACHABLE)] + [message]
+                    host = message["host"]  # whose last such event is replaced
+                    events = [
+                        e for e in events if not (e["type"] == kind == UNREACHABLE and e["host"] == host)
+                    ]
+                    events.append(message)
                     verdict = judge(rules, events)
                 now = time.monotonic()
                 if verdict is not None or now - sent >= PROGRESS_SECS:

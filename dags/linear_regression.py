@@ -20,7 +20,7 @@ from airflow_tfps.group import TrainingTaskGroup
     doc_md=__doc__,
     tags=["tfps", "tutorial"],
 )
-def linear_regression():
+def linear_regression() -> None:
     TrainingTaskGroup(
         "training",
         job="jobs/linear_regression.yaml",

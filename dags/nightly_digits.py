@@ -74,7 +74,7 @@ def judge(training: dict, params: dict | None = None) -> dict:
     doc_md=__doc__,
     tags=["tfps", "tutorial"],
 )
-def nightly_digits():
+def nightly_digits() -> None:
     data = prepare("{{ params.data_dir }}")
     training = TrainingTaskGroup(
         "training",

@@ -74,10 +74,10 @@ class Connection(paramiko.Transport):
             message.get_boolean()
             channel.transport.exit_signals[channel.chanid] = message.get_text()
         message.packet.seek(position)
-        channel._handle_request(message)
+        channel._handle_request(message)  # noqa: SLF001  there is no public place for this
 
-    _channel_handler_table = {
-        **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]
+    _channel_handler_table = {  # noqa: RUF012  as in paramiko
+        **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]  # noqa: SLF001
         MSG_CHANNEL_REQUEST: _on_request.__func__,  # type: ignore[attr-defined]
     }
 

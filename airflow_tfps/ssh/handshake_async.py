@@ -63,9 +63,9 @@ class _Client(asyncssh.SSHClient):
 
     def validate_host_public_key(
         self,
-        host: str,
-        addr: str,
-        port: int,
+        host: str,  # noqa: ARG002
+        addr: str,  # noqa: ARG002
+        port: int,  # noqa: ARG002
         key: asyncssh.SSHKey,
     ) -> bool:
         try:

@@ -27,20 +27,20 @@ class AsyncLocalTransport:
         *,
         timeout: float | None = None,
     ) -> Completed:
-        process = await _spawn(argv)
+        process = await _Child.start(argv)
         try:
             async with asyncio.timeout(timeout):
                 stdout, stderr = await process.communicate(stdin)
         except TimeoutError:
             raise no_answer(self._host, argv, timeout) from None
         finally:
-            await _end(process, 0.0)
+            await process.end(0.0)
         assert process.returncode is not None
         return Completed(returncode=process.returncode, stdout=stdout, stderr=stderr)
 
     @contextlib.asynccontextmanager
     async def stream(self, argv: Sequence[str], stdin: bytes = b"") -> AsyncIterator[AsyncLocalStream]:
-        stream = AsyncLocalStream(self._host, argv, await _spawn(argv), stdin)
+        stream = AsyncLocalStream(self._host, argv, await _Child.start(argv), stdin)
         try:
             yield stream
         finally:
@@ -59,9 +59,7 @@ class AsyncLocalTransport:
 class AsyncLocalStream:
     """`airflow_tfps.ssh.AsyncStream` of a child process."""
 
-    def __init__(
-        self, host: str, argv: Sequence[str], process: asyncio.subprocess.Process, stdin: bytes
-    ) -> None:
+    def __init__(self, host: str, argv: Sequence[str], process: _Child, stdin: bytes) -> None:
         self._host = host
         self._argv = argv
         self._process = process
@@ -93,7 +91,7 @@ class AsyncLocalStream:
         for task in (self._complaints, self._first):
             task.cancel()
         await asyncio.gather(self._complaints, self._first, return_exceptions=True)
-        await _end(self._process, CLOSE_SECS)
+        await self._process.end(CLOSE_SECS)
 
     async def _write(self, data: bytes) -> bool:
         if self._stdin.is_closing():
@@ -110,15 +108,44 @@ class AsyncLocalStream:
             self.stderr = (self.stderr + data)[-STDERR_BYTES:]
 
 
-async def _spawn(argv: Sequence[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec("/bin/sh", "-c", quote(argv), **spawn_options())
+class _Child(asyncio.subprocess.Process):
+    """A process whose pipes can be closed before it ends, which asyncio's own keeps to itself."""
 
+    def __init__(
+        self,
+        transport: asyncio.SubprocessTransport,
+        protocol: asyncio.subprocess.SubprocessStreamProtocol,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(transport, protocol, loop)
+        self._pipes = transport
 
-async def _end(process: asyncio.subprocess.Process, patience_secs: float) -> None:
-    """Let a command end by itself for a while, then kill its group, and wait for it."""
-    if process.returncode is None and patience_secs:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience_secs)
-    if process.returncode is None:
-        kill_group(process.pid)
-        await process.wait()
+    @classmethod
+    async def start(cls, argv: Sequence[str]) -> Self:
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=CHUNK, loop=loop),
+            "/bin/sh",
+            "-c",
+            quote(argv),
+            **spawn_options(),
+        )
+        return cls(transport, protocol, loop)
+
+    async def end(self, patience_secs: float) -> None:
+        """Close the pipes, give the command a while to end by itself, then kill its group; wait for it.
+
+        Pipes first: asyncio does not call a process ended while one of them is open or full.
+        """
+        for number in range(3):
+            pipe = self._pipes.get_pipe_transport(number)
+            if pipe is not None:
+                pipe.close()
+        try:
+            await asyncio.wait_for(self.wait(), patience_secs)
+        except TimeoutError:
+            pass
+        finally:
+            if self.returncode is None:
+                kill_group(self.pid)
+                await self.wait()

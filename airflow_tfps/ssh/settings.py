@@ -198,7 +198,7 @@ class _Reader(SSHHook):
         self._connection = connection
         super().__init__(ssh_conn_id=connection.conn_id)
 
-    def get_connection(self, conn_id: str) -> Connection:  # type: ignore[override]
+    def get_connection(self, conn_id: str) -> Connection:  # type: ignore[override]  # noqa: ARG002
         return self._connection
 
 
@@ -252,7 +252,7 @@ def _keys(hook: SSHHook, extra: Mapping[str, Any], ssh: Path, passphrase: str | 
 def _key(hook: SSHHook, path: Path, passphrase: str | None) -> Key:
     try:
         text = path.read_text()
-        pkey = hook._pkey_from_private_key(text, passphrase)
+        pkey = hook._pkey_from_private_key(text, passphrase)  # noqa: SLF001  paramiko itself has no such thing
     except (AirflowException, OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{error} Is private_key_passphrase right?"
         raise ValueError(f"extra.key_file: {path}: {reason}") from error

@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from tfps_runtime.training import EVAL, Model, Params, Shard
 
-Batch = tuple[np.ndarray, np.ndarray]
+Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 WEIGHT, BIAS, NOISE = 2.0, 10.0, 0.33
 
 
-def batches(seed: int, size: int, step_secs: float = 0.0, count: int | None = None) -> Iterator[Batch]:
+def batches(seed: int, size: int, step_secs: float = 0.0, count: int | None = None) -> Batches:
     """(x, y) pairs of arrays; `count` of them, or without end."""
     random = np.random.default_rng(seed)
     while count is None or count > 0:
@@ -30,7 +30,7 @@ def batches(seed: int, size: int, step_secs: float = 0.0, count: int | None = No
         count = None if count is None else count - 1
 
 
-def input_fn(mode: str, params: Params, shard: Shard) -> Iterator[Batch]:
+def input_fn(mode: str, params: Params, shard: Shard) -> Batches:
     """Every replica draws examples of its own; evaluation sees always the same ones."""
     size = params.get("batch_size", 32)
     if mode == EVAL:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from typing import Any, Optional
 
 from tfps_runtime import core
-from tfps_runtime.followers import Connection, Followers, integer
+from tfps_runtime.followers import Connection, Followers, integer, seconds
 from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, Launch, prctl
 from tfps_runtime.placeholders import fill, values_for
 from tfps_runtime.processes import Processes
@@ -58,6 +60,8 @@ from tfps_runtime.reserve import (
 )
 from tfps_runtime.tails import Acknowledged, LogFile, ProgressFile
 
+SCANNED_CHUNKS = 32
+"""How much of a script's log is searched for progress at a time (64 KiB each)."""
 QUIET_SECS, BUSY_SECS, STARTING_SECS = 1.0, 0.1, 0.03
 """How long the loop sleeps when nothing comes: without TF tasks, with some, while one is starting."""
 
@@ -110,11 +114,16 @@ class Agent:
         )
         self.start_request: Optional[StartRequest] = None
         self.events: list[dict[str, Any]] = []
-        self._events_fd = os.open(self.paths.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._happening: list[core.Event] = []
+        # An earlier life of the same incarnation ended before this one began; sequence numbers begin anew.
+        self._events_fd = os.open(
+            self.paths.events, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600
+        )
+        self.output = os.open(self.paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.logs = {t.task: LogFile(self.paths.log(t.name)) for t in request.tasks}
         self.progress = {t.task: ProgressFile(self.paths.progress(t.name)) for t in request.tasks}
         self._progress_pattern: Optional[re.Pattern[str]] = None
-        self._scanned: dict[str, int] = {}
+        self._scanned = {name: log.size() for name, log in self.logs.items()}
         self.acknowledged = Acknowledged(self.paths.acknowledged)
         self.followers = Followers(self.logs.__getitem__)
         self.selector = selectors.DefaultSelector()
@@ -122,7 +131,10 @@ class Agent:
         self._listen()
         self._watch_signals()
         self.processes = Processes(
-            request.preload, request.env, warm=any(t.warm for t in request.tasks) and bool(request.preload)
+            request.preload,
+            request.env,
+            warm=any(t.warm for t in request.tasks) and bool(request.preload),
+            output=self.output,
         )
         self._channel: Optional[socket.socket] = None
 
@@ -237,10 +249,15 @@ class Agent:
                 self.selector.unregister(key.fileobj)
 
     def happen(self, event: core.Event) -> None:
-        """Let the core decide about an event, and do what it says."""
-        self.state, actions = core.step(self.state, event, time.monotonic())
-        for action in actions:
-            self._act(action)
+        """Let the core decide about an event, and do what it says; what that makes happen is decided after it."""
+        self._happening.append(event)
+        if len(self._happening) > 1:
+            return
+        while self._happening:
+            self.state, actions = core.step(self.state, self._happening[0], time.monotonic())
+            for action in actions:
+                self._act(action)
+            del self._happening[0]
 
     def _act(self, action: core.Action) -> None:
         if isinstance(action, core.Tell):
@@ -248,7 +265,10 @@ class Agent:
         elif isinstance(action, core.Spawn):
             self._spawn(action.task, action.attempt)
         elif isinstance(action, core.Kill):
-            self.processes.signal_group(action.task, action.signal)
+            if self.processes.withdraw(action.task):
+                self.happen(core.Exited(action.task, Exit(signal=action.signal), charged=False))
+            else:
+                self.processes.signal_group(action.task, action.signal)
         elif isinstance(action, core.Dump):
             self.processes.signal_leader(action.task, signal.SIGUSR1)
         elif isinstance(action, core.Leave):
@@ -260,7 +280,8 @@ class Agent:
         if pid is not None:
             message["started"] = self.processes.started(pid)
         self.events.append(message)
-        os.write(self._events_fd, dump(message).encode() + b"\n")
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            os.write(self._events_fd, dump(message).encode() + b"\n")
         self.followers.tell(message)
 
     # --- TF tasks
@@ -274,10 +295,7 @@ class Agent:
         env.update(start.secrets, TF_CONFIG=self._tf_config(task))
         gpus = self.reservation.gpus.get(name, [])
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus)) or "-1"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.paths.result(task))
         if start.program.module is not None:
-            write_file(self.paths.context(task), self._context(task, attempt).dumps() + "\n")
             env[CONTEXT_VARIABLE] = self.paths.context(task)
         warm = view.spec.warm and bool(self.request.preload) and start.program.command is None
         launch = Launch(
@@ -293,9 +311,13 @@ class Agent:
         command = start.program.command
         argv = None if command is None else [fill(a, values) for a in command]
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.paths.result(task))
+            if start.program.module is not None:
+                write_file(self.paths.context(task), self._context(task, attempt).dumps() + "\n")
             pid = self.processes.launch(launch, warm=warm, argv=argv)
-        except (OSError, ValueError) as error:
-            with open(launch.log, "a", encoding="utf-8") as log:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            with contextlib.suppress(OSError), open(launch.log, "a", encoding="utf-8") as log:
                 log.write(f"cannot start: {error}\n")
             self.happen(core.Exited(name, Exit(code=127), f"cannot start: {error}"))
             return
@@ -347,7 +369,9 @@ class Agent:
         )
 
     def _ended(self, name: str, exit_: Exit, reason: str, *, charged: bool) -> None:
-        self._read_progress()
+        self._read_progress(ended=name)
+        # A follower may leave when it hears of the end: what the task said last comes first.
+        self.followers.push_logs(lambda task: task == name, all_of=name)
         view = self.state.tasks[name]
         if exit_.code == 0 and view.spec.is_chief and view.state is not TaskState.STOPPING:
             self._finish(name)
@@ -359,7 +383,10 @@ class Agent:
         if result is not None:
             self.happen(core.Finished(chief, result))
         if self.reservation.checkpoint_dir is not None:
-            finish_checkpoint_dir(self.reservation.checkpoint_dir)
+            try:
+                finish_checkpoint_dir(self.reservation.checkpoint_dir)
+            except OSError as error:
+                sys.stderr.write(f"{self.reservation.checkpoint_dir}: {error}\n")
 
     def _result(self, chief: str) -> Optional[Result]:
         try:
@@ -379,12 +406,12 @@ class Agent:
                 if port is None or is_listening("127.0.0.1", port, 0.05):
                     self.happen(core.Listening(name))
 
-    def _read_progress(self) -> None:
+    def _read_progress(self, ended: Optional[str] = None) -> None:
         for name, view in self.state.tasks.items():
             if not view.state.is_alive or view.spec.name.role == "ps":
                 continue
             if self._progress_pattern is not None:
-                self._scan_log(name)
+                self._scan_log(name, is_complete=name == ended)
             records = self.progress[name].read()
             if records:
                 self.happen(core.Advanced(name))
@@ -392,25 +419,41 @@ class Agent:
                 newest = {k: v for k, v in newest.items() if v is not None}
                 self.followers.tell({"type": Kind.PROGRESS, "task": name, "progress": newest})
 
-    def _scan_log(self, name: str) -> None:
+    def _scan_log(self, name: str, *, is_complete: bool) -> None:
         """Progress of a script: what its log says."""
-        assert self._progress_pattern is not None
         newest = None
-        after, lines = self.logs[name].read_lines(self._scanned.get(name, 0))
-        self._scanned[name] = after
-        for line in lines:
-            found = self._progress_pattern.search(line)
-            if found is not None:
-                groups = found.groupdict()
-                with contextlib.suppress(ValueError, TypeError):
-                    loss = None if groups.get("loss") is None else float(groups["loss"])
-                    newest = Progress(time=time.time(), global_step=int(groups["step"]), loss=loss)
+        for _ in range(SCANNED_CHUNKS):
+            after, lines = self.logs[name].read_lines(self._scanned[name], is_complete=is_complete)
+            if after == self._scanned[name]:
+                break
+            self._scanned[name] = after
+            newest = next(filter(None, map(self._progress_in, reversed(lines))), newest)
         if newest is not None:
-            self.progress[name].append(newest)
+            with contextlib.suppress(OSError):
+                self.progress[name].append(newest)
+
+    def _progress_in(self, line: str) -> Optional[Progress]:
+        assert self._progress_pattern is not None
+        found = self._progress_pattern.search(line)
+        if found is None:
+            return None
+        groups = found.groupdict()
+        try:
+            step = int(groups["step"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        loss = None
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            loss = float(groups["loss"])
+        if loss is not None and not math.isfinite(loss):
+            loss = None  # it went on all the same
+        return Progress(time=time.time(), global_step=step, loss=loss)
 
     # --- clients
 
     def _accept(self) -> None:
+        for closed in self.followers.forget_closed():  # the new one may get the descriptor of a closed one
+            self._forget(closed)
         with contextlib.suppress(BlockingIOError):
             sock, _ = self.listener.accept()
             connection = self.followers.add(sock)
@@ -430,16 +473,17 @@ class Agent:
             raise ProtocolError("an object is needed")
         command = message.get("command")
         if command == "reserve":
-            self.happen(core.Renew(float(message.get("lease_secs", 120))))
+            self.happen(core.Renew(seconds(message.get("lease_secs"), 120.0)))
             connection.say({**self.reservation.to_json(), "state": self.state.training.value})
         elif command == "start":
-            self._start(StartRequest.from_json(message.get("request")), float(message.get("lease_secs", 120)))
+            lease_secs = seconds(message.get("lease_secs"), 120.0)
+            self._start(StartRequest.from_json(message.get("request")), lease_secs)
             connection.say(self.status())
         elif command == "launch":
             self._launch(str(message.get("task")))
             connection.say(self.status())
         elif command == "renew":
-            self.happen(core.Renew(float(message["lease_secs"])))
+            self.happen(core.Renew(seconds(message.get("lease_secs"))))
             connection.say(self.status())
         elif command == "status":
             connection.say(self.status())
@@ -449,18 +493,15 @@ class Agent:
             connection.say(self.status())
         elif command == "stop":
             grace = message.get("grace_secs")
+            stop = core.Stop(str(message.get("reason", "stopped")), None if grace is None else seconds(grace))
             self.followers.follow(connection, [], {})
-            self.happen(
-                core.Stop(str(message.get("reason", "stopped")), None if grace is None else float(grace))
-            )
+            self.happen(stop)
         elif command == "follow":
             self._follow(connection, message)
         elif "renew" in message:
-            self.happen(core.Renew(float(message["renew"])))
+            self.happen(core.Renew(seconds(message["renew"])))
         elif "ack" in message:
-            ack = message["ack"]
-            if isinstance(ack, dict) and ack.get("task") in self.logs:
-                self.acknowledged.put(ack["task"], integer(ack.get("offset")))
+            self._acknowledge(message["ack"])
         else:
             raise ProtocolError(f"unknown command {str(command)[:40]!r}")
 
@@ -470,10 +511,13 @@ class Agent:
         if self.start_request is not None:
             self.happen(core.Renew(lease_secs))
             return
-        self.start_request = request
         program = request.program
         if program.progress is not None:
-            self._progress_pattern = re.compile(program.progress)
+            try:
+                self._progress_pattern = re.compile(program.progress)
+            except re.error as error:
+                raise RefusedError("bad_request", f"progress: {error}") from None
+        self.start_request = request
         self.happen(
             core.Start(
                 exits_are_retryable=program.module is None,
@@ -489,12 +533,23 @@ class Agent:
             raise RefusedError("not_found", f"{name} is not a TF task of this host")
         self.happen(core.Launch(name))
 
+    def _acknowledge(self, ack: Any) -> None:
+        if not isinstance(ack, dict):
+            raise ProtocolError("ack: an object is needed")
+        name = str(ack.get("task"))
+        if name in self.logs:
+            offset = min(integer(ack.get("offset")), self.logs[name].size())
+            with contextlib.suppress(OSError):  # on a full disk some lines are told twice
+                self.acknowledged.put(name, offset)
+
     def _follow(self, connection: Connection, message: dict[str, Any]) -> None:
         since = integer(message.get("from_seq"), 0)
         wanted = message.get("logs") or []
-        logs = {name: self.acknowledged.get(name) for name in wanted if name in self.logs}
+        if not isinstance(wanted, list):
+            raise ProtocolError("logs: a list is needed")
+        logs = {name: self.acknowledged.get(name) for name in map(str, wanted) if name in self.logs}
         if message.get("renew") is not None:
-            self.happen(core.Renew(float(message["renew"])))
+            self.happen(core.Renew(seconds(message["renew"])))
         history = [e for e in self.events if e["seq"] > since]
         for name, file in self.progress.items():
             if file.newest is not None:
@@ -551,8 +606,7 @@ def main() -> int:
         return 1
     print(dump(agent.reservation.to_json()), flush=True)
     null = os.open(os.devnull, os.O_RDWR)
-    log = os.open(agent.paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
+    for source, target in ((null, 0), (agent.output, 1), (agent.output, 2)):
         os.dup2(source, target)
     os.chdir(agent.paths.directory)
     try:

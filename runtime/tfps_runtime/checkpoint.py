@@ -2,15 +2,20 @@
 
 Standard library only. A checkpoint (format V2) is a prefix such as `model.ckpt-1200` with `<prefix>.index` and
 `<prefix>.data-00000-of-00001`, …. TensorFlow renames the data into place first, then the index, then writes the state
-file `checkpoint` (text protocol buffer CheckpointState). A checkpoint is *complete* when its index ends in a table's
-footer and every shard that belongs to it is there and not empty; otherwise it does not exist for us.
+file `checkpoint` (text protocol buffer CheckpointState). A checkpoint is *complete* when its index can be read and
+every shard that it speaks of is there and holds the bytes that it points to; otherwise it does not exist for us.
 
-Format of the index: LevelDB's table format (tensorflow/core/lib/io/format.h): the last 48 bytes are two block handles,
-padding, and the magic number 0xdb4775248b80fb57, little-endian.
+The index (tensorflow/core/util/tensor_bundle/tensor_bundle.h) is a LevelDB table, format.h and block.cc in
+tensorflow/core/lib/io: the last 48 bytes are the handles (offset and size, varints) of the meta index and the index
+block, padding, and the magic number. A block is a row of entries (varints shared, unshared, length; key; value), then
+the restart points (uint32) and their number; after it come a byte for its compression, which TensorFlow never uses
+here, and a checksum. The index block's values are the handles of the data blocks; their values are protocol buffers:
+BundleHeaderProto under the empty key, first, and a BundleEntryProto for each tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import struct
@@ -24,6 +29,8 @@ from tfps_runtime.protocol import Message
 FOOTER_BYTES = 48
 TABLE_MAGIC = 0xDB4775248B80FB57
 STATE_FILE = "checkpoint"
+LOOK_SECS = 2.0
+"""A watched directory is looked through at least this often, even when it seems unchanged."""
 _INDEX = re.compile(r"(?P<prefix>.+-(?P<step>\d+))\.index\Z")
 _SHARD = re.compile(r"(?P<prefix>.+)\.data-(?P<i>\d{5})-of-(?P<n>\d{5})\Z")
 _STATE_PATH = re.compile(
@@ -44,17 +51,93 @@ class Checkpoint(Message):
     """When its index appeared, in seconds since the epoch."""
 
 
-def is_whole_index(path: str) -> bool:
-    """Whether the file ends as a finished table ends. A missing file is not whole."""
+@functools.lru_cache(maxsize=1024)
+def _needed_bytes(path: str, identity: tuple[int, ...]) -> Optional[dict[int, int]]:
+    """What the index at `path` needs: shard -> bytes. None when it is no whole index; `identity` tells versions apart.
+
+    Reads the index only, never tensor data.
+    """
+    del identity
     try:
         with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell() < FOOTER_BYTES:
-                return False
-            file.seek(-8, os.SEEK_END)
-            return bool(struct.unpack("<Q", file.read(8))[0] == TABLE_MAGIC)
-    except OSError:
-        return False
+            return _read_index(file.read())
+    except (OSError, ValueError, IndexError, struct.error):
+        return None
+
+
+def _read_index(data: bytes) -> dict[int, int]:
+    """Raises ValueError, IndexError or struct.error for anything that is not a whole index."""
+    if len(data) < FOOTER_BYTES or struct.unpack("<Q", data[-8:])[0] != TABLE_MAGIC:
+        raise ValueError("the footer is missing")
+    footer = data[-FOOTER_BYTES:]
+    _, at = _handle(footer, 0)
+    index, _ = _handle(footer, at)
+    needed: dict[int, int] = {}
+    for _, value in _entries(data, index):
+        block, _ = _handle(value, 0)
+        for key, message in _entries(data, block):
+            fields = _fields(message)
+            if not key:
+                needed.update(dict.fromkeys(range(fields.get(1, 0)), 0))
+            else:
+                shard, end = fields.get(3, 0), fields.get(4, 0) + fields.get(5, 0)
+                if shard not in needed:
+                    raise ValueError(f"shard {shard} is not in the header")
+                needed[shard] = max(needed[shard], end)
+    return needed
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
+    offset, at = _varint(data, at)
+    size, at = _varint(data, at)
+    return (offset, size), at
+
+
+def _entries(data: bytes, block: tuple[int, int]) -> Iterator[tuple[bytes, bytes]]:
+    offset, size = block
+    if offset + size >= len(data) or data[offset + size] != 0:
+        raise ValueError("a block is cut off or compressed")
+    restarts = struct.unpack_from("<I", data, offset + size - 4)[0]
+    at, end, key = offset, offset + size - 4 * (restarts + 1), b""
+    while at < end:
+        shared, at = _varint(data, at)
+        unshared, at = _varint(data, at)
+        length, at = _varint(data, at)
+        if at + unshared + length > end:
+            raise ValueError("an entry is cut off")
+        key = key[:shared] + data[at : at + unshared]
+        at += unshared
+        yield key, data[at : at + length]
+        at += length
+
+
+def _fields(message: bytes) -> dict[int, int]:
+    """The integers of a protocol buffer by field number; everything else is passed over."""
+    found, at = {}, 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == 0:
+            found[tag >> 3], at = _varint(message, at)
+        elif kind == 2:
+            length, at = _varint(message, at)
+            at += length
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field of kind {kind}")
+    return found
 
 
 def read_state(directory: str) -> tuple[Optional[str], list[str]]:
@@ -85,7 +168,7 @@ def _unescape(text: str) -> str:
 
 def complete_checkpoints(directory: str) -> list[Checkpoint]:
     """Complete checkpoints in `directory`, by global step. A missing directory has none; reads no tensor data."""
-    shards: dict[str, dict[int, tuple[int, int]]] = {}
+    shards: dict[str, dict[int, dict[int, int]]] = {}  # prefix -> number of shards -> shard -> bytes
     indices: list[tuple[int, str]] = []
     try:
         with os.scandir(directory) as entries:
@@ -100,26 +183,25 @@ def complete_checkpoints(directory: str) -> list[Checkpoint]:
                         size = entry.stat().st_size
                     except OSError:
                         continue
-                    shards.setdefault(shard["prefix"], {})[int(shard["i"])] = (int(shard["n"]), size)
+                    shards.setdefault(shard["prefix"], {}).setdefault(int(shard["n"]), {})[
+                        int(shard["i"])
+                    ] = size
     except OSError:
         return []
     found = []
     for step, prefix in sorted(indices):
-        parts = shards.get(prefix, {})
-        counts = {n for n, _ in parts.values()}
-        if len(counts) != 1 or set(parts) != set(range(next(iter(counts)))):
-            continue
-        if any(size == 0 for _, size in parts.values()):
-            continue
         path = os.path.join(directory, prefix)
-        if not is_whole_index(path + ".index"):
-            continue
         try:
             status = os.stat(path + ".index")
         except OSError:
             continue
-        size = status.st_size + sum(size for _, size in parts.values())
-        found.append(Checkpoint(path, step, size, status.st_mtime))
+        needed = _needed_bytes(path + ".index", (status.st_ino, status.st_size, status.st_mtime_ns))
+        if not needed:
+            continue
+        parts = shards.get(prefix, {}).get(len(needed), {})
+        if all(i in parts and parts[i] >= count for i, count in needed.items()):
+            size = status.st_size + sum(parts[i] for i in needed)
+            found.append(Checkpoint(path, step, size, status.st_mtime))
     return found
 
 
@@ -143,11 +225,13 @@ def watch(
     those whose index is younger (seconds since the epoch).
     """
     signature: Any = None
+    looked = float("-inf")
     while True:
         fresh = []
         now = _signature(directory)
-        if now != signature:
-            signature = now
+        # What changes twice within one tick of the file system's clock looks unchanged, hence a look now and then.
+        if now != signature or time.monotonic() - looked >= LOOK_SECS:
+            signature, looked = now, time.monotonic()
             fresh = [
                 c
                 for c in complete_checkpoints(directory)
@@ -162,10 +246,9 @@ def watch(
 
 
 def _signature(directory: str) -> Any:
-    """Changes whenever a file in the directory appears or is renamed, or the state file is replaced."""
+    """Changes when a file in the directory appears, goes or is renamed."""
     try:
         status = os.stat(directory)
-        state = os.stat(os.path.join(directory, STATE_FILE))
-    except FileNotFoundError:
+    except OSError:
         return None
-    return status.st_mtime_ns, state.st_mtime_ns, state.st_ino
+    return status.st_ino, status.st_mtime_ns

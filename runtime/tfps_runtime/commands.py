@@ -45,6 +45,7 @@ from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import put
 
 ANSWER_SECS = 30.0
+ACKNOWLEDGE_SECS = 2.0
 
 
 def say(message: dict[str, Any]) -> None:
@@ -362,22 +363,44 @@ def follow(request: dict[str, Any]) -> None:
             if not is_held(paths.lock):
                 break
             time.sleep(0.01)
+    _tell_logs(paths, logs, offsets)  # first: a follower leaves at the last event
     for event in history(paths, seen):
         is_final = is_final or _is_end(event)
         say(event)
+    say({"type": Kind.CAUGHT_UP})
+    if not is_final:
+        say({"type": Kind.GONE, "state": recall(paths)["state"]})
+
+
+def _tell_logs(paths: Paths, names: list[str], offsets: dict[str, int]) -> None:
+    """In a dead agent's place: what nobody has acknowledged of its logs, and, for ACKNOWLEDGE_SECS, who does."""
     acknowledged = Acknowledged(paths.acknowledged)
-    for name in logs:
+    told: dict[str, int] = {}
+    for name in names:
         log, offset = LogFile(paths.log(Task.parse(name))), max(acknowledged.get(name), offsets.get(name, 0))
         while offset < log.size():
             after, lines = log.read_lines(offset, is_complete=True)
             if after <= offset:
                 break
-            offset = after
+            told[name] = offset = after
             say({"type": Kind.LOG, "task": name, "offset": offset, "lines": lines})
-            acknowledged.put(name, offset)
-    say({"type": Kind.CAUGHT_UP})
-    if not is_final:
-        say({"type": Kind.GONE, "state": recall(paths)["state"]})
+    until = time.monotonic() + ACKNOWLEDGE_SECS
+    pending = b""
+    while any(acknowledged.get(name) < offset for name, offset in told.items()):
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([sys.stdin], [], [], left)[0]:
+            return
+        data = os.read(sys.stdin.fileno(), 65536)
+        if not data:
+            sys.exit(0)
+        *arrived, pending = (pending + data).split(b"\n")
+        for line in arrived:
+            with contextlib.suppress(ProtocolError):
+                message = load(line.decode("utf-8", "replace"))
+                ack = message.get("ack") if isinstance(message, dict) else None
+                name = str(ack.get("task")) if isinstance(ack, dict) else ""
+                if isinstance(ack, dict) and name in told:
+                    acknowledged.put(name, min(integer(ack.get("offset")), told[name]))
 
 
 def _is_end(message: dict[str, Any]) -> bool:

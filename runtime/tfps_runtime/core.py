@@ -48,6 +48,8 @@ class TaskView:
     started: float = 0.0
     advanced: float = 0.0
     """When it last started or reported progress."""
+    has_advanced: bool = False
+    """Whether it ever reported progress, in this attempt or an earlier one."""
     due: Optional[float] = None
     """BACKOFF: when it starts again. STOPPING: when SIGKILL follows. RUNNING and dumped: when it is killed."""
     exit: Optional[Exit] = None
@@ -62,6 +64,8 @@ class AgentState:
     training: TrainingState = TrainingState.RESERVED
     ending: Optional[tuple[TrainingState, str]] = None
     """What the training's state becomes when the last process is gone, and why."""
+    failure: str = ""
+    """Why the training failed, if it did."""
     grace_secs: float = 30.0
     stall_secs: float = 600.0
     exits_are_retryable: bool = False
@@ -165,7 +169,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Kill:
-    """Send a signal to the task's process group."""
+    """Send a signal to the task's process group; without a process, start none and say that it has ended."""
 
     task: str
     signal: int
@@ -229,14 +233,33 @@ def step(state: AgentState, event: Event, now: float) -> tuple[AgentState, list[
 def next_due(state: AgentState) -> float:
     """When, on the monotonic clock, `step` next has something to do without being told anything."""
     times = [state.lease_until] if state.ending is None else []
-    if state.ps_until is not None:
+    if state.ps_until is not None and not _others_alive(state):
         times.append(state.ps_until)
     for task in state.tasks.values():
         if task.due is not None:
             times.append(task.due)
-        elif state.has_progress and task.state is TaskState.RUNNING and task.spec.name.role != "ps":
+        elif state.ending is None and _can_stall(state, task):
             times.append(task.advanced + state.stall_secs)
     return min(times, default=float("inf"))
+
+
+def _can_stall(state: AgentState, view: TaskView) -> bool:
+    """Whether a lack of progress means that the task is stuck.
+
+    Until its first progress a worker may rightly wait: for the chief, which is started when Airflow has a slot for it.
+    A ps reports none, and an evaluator has the pace of the checkpoints.
+    """
+    return (
+        state.has_progress
+        and view.state is TaskState.RUNNING
+        and view.spec.name.role not in ("ps", "evaluator")
+        and (view.spec.is_chief or view.has_advanced)
+    )
+
+
+def _others_alive(state: AgentState) -> bool:
+    """Whether processes other than a ps live here."""
+    return any(v.state.is_alive and v.spec.name.role != "ps" for v in state.tasks.values())
 
 
 class _Draft:
@@ -285,12 +308,19 @@ class _Draft:
         if to not in TRAINING_TRANSITIONS[self.state.training]:
             raise AssertionError(f"{self.state.training.value} -> {to.value} is not in the table")
         self.change(training=to)
+        if to is TrainingState.FAILED and not self.state.failure:
+            self.change(failure=reason)
         message: dict[str, Any] = {"type": Kind.TRAINING, "state": to.value}
         if reason:
             message["reason"] = reason
         if is_last:
             message["last"] = True
         self.tell(message)
+
+    def alive(self, name: str) -> Optional[TaskView]:
+        """The task, if there is one and a process belongs to it."""
+        view = self.state.tasks.get(name)
+        return view if view is not None and view.state.is_alive else None
 
     # --- events
 
@@ -309,7 +339,8 @@ class _Draft:
 
     def launch(self, name: str) -> None:
         view = self.state.tasks.get(name)
-        if view is not None and view.state is TaskState.PENDING and self.state.ending is None:
+        is_open = self.state.training in (TrainingState.STARTING, TrainingState.READY, TrainingState.RUNNING)
+        if view is not None and view.state is TaskState.PENDING and is_open:
             self.begin(name)
 
     def begin(self, name: str) -> None:
@@ -318,39 +349,39 @@ class _Draft:
         self.actions.append(Spawn(name, attempt))
 
     def spawned(self, event: Spawned) -> None:
-        view = self.state.tasks[event.task]
-        if not view.state.is_alive:
+        view = self.alive(event.task)
+        if view is None:
             return
         self.put(event.task, pid=event.pid)
         if view.state is TaskState.STOPPING:  # stopped while it was being forked
             self.actions.append(Kill(event.task, SIGTERM))
 
     def listening(self, name: str) -> None:
-        if self.state.tasks[name].state is TaskState.STARTING:
+        view = self.alive(name)
+        if view is not None and view.state is TaskState.STARTING:
             self.move(name, TaskState.RUNNING)
 
     def advanced(self, name: str) -> None:
-        view = self.state.tasks[name]
-        if not view.state.is_alive:
+        view = self.alive(name)
+        if view is None:
             return
         if view.state is TaskState.STARTING:
             self.move(name, TaskState.RUNNING)
         # Progress after a dump means the task was slow, not stuck.
         due = view.due if view.state is TaskState.STOPPING else None
-        self.put(name, advanced=self.now, quick_failures=0, due=due)
+        self.put(name, advanced=self.now, has_advanced=True, quick_failures=0, due=due)
         if self.state.training in (TrainingState.STARTING, TrainingState.READY):
             self.move_training(TrainingState.RUNNING)
 
     def exited(self, event: Exited) -> None:
         name = event.task
-        view = self.state.tasks[name]
-        if not view.state.is_alive:
+        if self.alive(name) is None:
             return
         view = self.put(name, exit=event.exit, pid=None)
         if event.exit.code == 0 and view.state is not TaskState.STOPPING:
             self.move(name, TaskState.SUCCEEDED)
             if view.spec.is_chief:
-                self.move_training(TrainingState.SUCCEEDED)
+                self.end_well_or_not(TrainingState.SUCCEEDED)
             return
         if view.state is TaskState.STOPPING or self.state.ending is not None:
             self.move(name, TaskState.STOPPED)
@@ -373,7 +404,12 @@ class _Draft:
             reason += f", after {view.restarts} restarts"
         self.move(name, TaskState.FAILED, reason=reason)
         if view.spec.is_chief or view.spec.name.role == "ps":
-            self.move_training(TrainingState.FAILED, f"{name}: {reason}")
+            self.end_well_or_not(TrainingState.FAILED, f"{name}: {reason}")
+
+    def end_well_or_not(self, to: TrainingState, reason: str = "") -> None:
+        """The training's own end. The first one counts: a ps that breaks after the chief's success changes nothing."""
+        if not self.state.training.is_final and self.state.ending is None:
+            self.move_training(to, reason)
 
     def _is_retryable(self, exit_: Exit) -> bool:
         if exit_.signal is not None or exit_.code == EXIT_TRY_AGAIN:
@@ -382,16 +418,20 @@ class _Draft:
         return self.state.exits_are_retryable or exit_.code >= 128
 
     def broken(self, reason: str) -> None:
-        if self.state.training.is_final or self.state.ending is not None:
-            return
         for name, view in self.state.tasks.items():
-            if view.state in (TaskState.STARTING, TaskState.RUNNING) and view.pid is None:
-                self.move(name, TaskState.FAILED, reason=reason)
-        self.move_training(TrainingState.FAILED, reason)
+            if view.state.is_alive and view.pid is None:  # and never will be: nobody is there to start it
+                is_ending = self.state.ending is not None
+                self.move(name, TaskState.STOPPED if is_ending else TaskState.FAILED, reason=reason)
+        self.end_well_or_not(TrainingState.FAILED, reason)
 
     def stop(self, ending: TrainingState, reason: str, grace_secs: Optional[float] = None) -> None:
         if self.state.ending is not None:
             if grace_secs is not None:  # a second, more impatient stop
+                until = self.state.ps_until
+                self.change(
+                    grace_secs=min(self.state.grace_secs, grace_secs),
+                    ps_until=None if until is None else min(until, self.now + grace_secs),
+                )
                 for name, view in self.state.tasks.items():
                     if view.state is TaskState.STOPPING and view.due is not None:
                         self.put(name, due=min(view.due, self.now + grace_secs))
@@ -415,8 +455,9 @@ class _Draft:
         if view.state is TaskState.STOPPING:
             return
         self.move(name, TaskState.STOPPING, due=self.now + grace)
-        if view.pid is not None:
-            self.actions.append(Kill(name, SIGTERM))
+        self.actions.append(
+            Kill(name, SIGTERM)
+        )  # without a pid as well: what only waits to be forked is withdrawn
 
     # --- time and consequences
 
@@ -434,7 +475,7 @@ class _Draft:
                 self.look_for_a_stall(name, view)
 
     def look_for_a_stall(self, name: str, view: TaskView) -> None:
-        if not self.state.has_progress or view.spec.name.role == "ps" or view.advanced == 0.0:
+        if not _can_stall(self.state, view):
             return
         if view.due is not None:
             if self.now >= view.due:
@@ -457,8 +498,7 @@ class _Draft:
         """What follows from where the tasks are now."""
         state = self.state
         if state.ending is not None:
-            others = [v for v in state.tasks.values() if v.state.is_alive and v.spec.name.role != "ps"]
-            if not others and (state.ps_until is None or self.now >= state.ps_until):
+            if not _others_alive(state) and (state.ps_until is None or self.now >= state.ps_until):
                 # ps last: the chief may be saving.
                 self.change(ps_until=None)
                 for name, view in state.tasks.items():
@@ -467,6 +507,8 @@ class _Draft:
             if not any(v.state.is_alive for v in self.state.tasks.values()):
                 ending, reason = state.ending
                 if self.state.training is TrainingState.STOPPING:
+                    if ending is TrainingState.FAILED:
+                        reason = self.state.failure  # not why it was stopped then
                     self.move_training(ending, reason, is_last=True)
                     self.actions.append(Leave())
             return

@@ -16,6 +16,7 @@ from tfps_runtime.protocol import BEAT_SECS, MAX_LINE, Kind, ProtocolError, dump
 from tfps_runtime.tails import LogFile
 
 MAX_BUFFER = 16 * 1024 * 1024
+MAX_SECS = 1e10
 PAUSE_BUFFER = 256 * 1024
 """With more than this waiting, logs are held back; they lie in their files."""
 
@@ -126,21 +127,29 @@ class Followers:
             self.connections = [c for c in self.connections if not c.is_closed]
         return closed
 
-    def push_logs(self, ended: Callable[[str], bool]) -> bool:
-        """Send each follower what its logs have grown by; whether there is more to send at once."""
+    def push_logs(self, ended: Callable[[str], bool], *, all_of: Optional[str] = None) -> bool:
+        """Send each follower what its logs have grown by; whether there is more to send at once.
+
+        A chunk of each log, and `all_of` one TF task as far as the follower takes it.
+        """
         is_behind = False
         for connection in self.connections:
-            for task, offset in list(connection.logs.items()):
+            for task in list(connection.logs):
+                offset = connection.logs[task]
                 if connection.is_closed or connection.waiting > PAUSE_BUFFER:
                     continue
                 log = self._log_of(task)
-                if log.size() <= offset:
-                    continue
-                after, lines = log.read_lines(offset, is_complete=ended(task))
-                if lines:
-                    connection.logs[task] = after
+                is_more = log.size() > offset
+                while is_more and connection.waiting <= PAUSE_BUFFER:
+                    after, lines = log.read_lines(offset, is_complete=ended(task))
+                    if after == offset:
+                        break
+                    connection.logs[task] = offset = after
                     connection.say({"type": Kind.LOG, "task": task, "offset": after, "lines": lines})
-                    is_behind = is_behind or log.size() > after
+                    is_more = log.size() > after
+                    is_behind = is_behind or is_more
+                    if task != all_of:
+                        break
         return is_behind
 
     def beat(self, extra: dict[str, Any]) -> None:
@@ -162,6 +171,15 @@ class Followers:
             time.sleep(0.01)
         for connection in self.connections:
             connection.close()
+
+
+def seconds(value: Any, default: Optional[float] = None) -> float:
+    """A duration out of a message, from 0 to MAX_SECS. Raises ProtocolError."""
+    if value is None and default is not None:
+        return default
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_SECS:
+        return float(value)
+    raise ProtocolError(f"not a duration in seconds: {str(value)[:40]}")
 
 
 def integer(value: Any, default: Optional[int] = None) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import hashlib
+import importlib
 import os
 import random
 import runpy
@@ -124,10 +125,14 @@ def become(launch: Launch, parent: int, inherited: Sequence[int]) -> None:
 def reseed(seed: Optional[str]) -> None:
     """Give this process random numbers of its own: forks share the generators' state of their nursery.
 
-    With a seed they are the same in every run for the same task and attempt, else taken from the system.
+    With a seed they are the same in every run for the same task and attempt, else taken from the system; then NumPy,
+    if it is not here yet, seeds itself when it comes.
     """
     data = os.urandom(32) if seed is None else hashlib.sha256(seed.encode()).digest()
     random.seed(data)
+    if seed is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy.random")
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(data[:4], "little"))
@@ -170,10 +175,11 @@ def _exit_code(code: Any) -> int:
 
 
 def _wind_up() -> None:
-    """What an interpreter does at its end and `os._exit` does not: join threads, run exit functions."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    """What an interpreter does at its end and `os._exit` does not: join threads, run exit functions.
+
+    Joining alone would wait for ever for the threads of an executor that nobody has shut down.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does
     atexit._run_exitfuncs()  # noqa: SLF001  the interpreter's own way; the fork leaves by os._exit
 
 

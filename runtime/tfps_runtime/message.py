@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,10 @@ def _check(value: Any, kind: Any, where: str) -> Any:
             except ValueError:
                 raise ProtocolError(f"{where}: unknown value {str(value)[:40]!r}") from None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                raise ProtocolError(f"{where}: too large a number") from None
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value
     raise ProtocolError(f"{where}: {getattr(kind, '__name__', kind)} is needed, not {type(value).__name__}")
@@ -117,10 +121,18 @@ def dump(data: Any) -> str:
 
 
 def load(text: str) -> Any:
-    """Parse one line of JSON that the other side wrote. Raises ProtocolError."""
+    """Parse one line of JSON that the other side wrote. Raises ProtocolError, for NaN and infinite numbers too."""
     if len(text) > MAX_LINE:
         raise ProtocolError(f"a line of {len(text)} characters")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {text[:80]!r} ({error})") from None
+
+
+def _finite(text: str) -> float:
+    """A number as `dump` writes it; the parser of the standard library takes NaN, Infinity and 1e999 as well."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a number of JSON")
+    return value

@@ -22,6 +22,8 @@ from tfps_runtime.nursery import MAX_MESSAGE
 from tfps_runtime.protocol import Exit
 
 MAX_NURSERIES = 5
+MAX_LAUNCH = 128 * 1024
+"""Bytes of one launch: a message of the nursery's socket must fit into its buffer."""
 
 
 def runtime_location() -> str:
@@ -71,15 +73,17 @@ class _Process:
 class Processes:
     """Starts, signals and reaps. Every method returns at once."""
 
-    def __init__(self, preload: Sequence[str], env: dict[str, str], *, warm: bool) -> None:
+    def __init__(self, preload: Sequence[str], env: dict[str, str], *, warm: bool, output: int) -> None:
+        """`output`: descriptor for what the nursery writes to its standard output and error."""
         self._preload = list(preload)
+        self._output = output
         self._env = clean_environment(env)
         location = runtime_location()
         self._env["PYTHONPATH"] = os.pathsep.join(p for p in (location, self._env.get("PYTHONPATH")) if p)
         self._nursery: Optional[subprocess.Popen[bytes]] = None
         self.channel: Optional[socket.socket] = None
         self._is_ready = False
-        self._queue: list[Launch] = []
+        self._queue: list[tuple[str, bytes]] = []
         self._asked: set[str] = set()
         self._living: dict[int, _Process] = {}
         self._nurseries = 0
@@ -95,7 +99,13 @@ class Processes:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = runtime_argv("nursery", str(theirs.fileno()), str(os.getpid()), *self._preload)
         self._nursery = subprocess.Popen(
-            argv, env=self._env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            argv,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
         )
         theirs.close()
         ours.setblocking(False)
@@ -104,10 +114,15 @@ class Processes:
     def launch(self, launch: Launch, *, warm: bool, argv: Optional[Sequence[str]] = None) -> Optional[int]:
         """Start a TF task. A warm one is forked by the nursery, as soon as that is ready; else the pid is returned.
 
-        Raises OSError when the command cannot be executed.
+        Raises OSError or SubprocessError when the command cannot be executed, ValueError for too long a launch.
         """
         if warm:
-            self._queue.append(launch)
+            message = json.dumps({"launch": launch.to_json()}).encode()
+            if len(message) > MAX_LAUNCH:
+                raise ValueError(
+                    f"arguments and environment of {launch.task} take {len(message)} bytes, more than {MAX_LAUNCH}"
+                )
+            self._queue.append((launch.task, message))
             self._feed()
             return None
         env = {**self._env, **launch.env}
@@ -127,12 +142,20 @@ class Processes:
 
     def _feed(self) -> None:
         while self._queue and self._is_ready and self.channel is not None:
-            message = json.dumps({"launch": self._queue[0].to_json()}).encode()
+            task, message = self._queue[0]
             try:
                 self.channel.send(message)
-            except (BlockingIOError, BrokenPipeError, ConnectionError):
+            except (BlockingIOError, ConnectionError):
                 return
-            self._asked.add(self._queue.pop(0).task)
+            del self._queue[0]
+            self._asked.add(task)
+
+    def withdraw(self, task: str) -> bool:
+        """Forget a launch that the nursery has not been asked for yet; whether there was one."""
+        left = [one for one in self._queue if one[0] != task]
+        is_withdrawn = len(left) < len(self._queue)
+        self._queue = left
+        return is_withdrawn
 
     # --- what has happened
 
@@ -206,6 +229,11 @@ class Processes:
         self.channel, self._nursery, self._is_ready = None, None, False
         ended.extend((task, exit_, "its nursery was killed", False) for task in self._asked)
         self._asked.clear()
+        # Its last word may have been of a task whose death, as our child, was seen before that.
+        for pid, process in list(self._living.items()):
+            if process.is_forked and start_time(pid) is None:
+                del self._living[pid]
+                ended.append((process.task, exit_, "its nursery was killed", False))
         if self.broken is None:
             if self._nurseries >= MAX_NURSERIES:
                 self.broken = f"the nursery ended {self._nurseries} times, last by {exit_}"

@@ -113,6 +113,8 @@ class TrainingId:
     @classmethod
     def parse(cls, text: str) -> TrainingId:
         """Read `key#incarnation`. Raises ProtocolError."""
+        if not isinstance(text, str):
+            raise ProtocolError(f"not a training: {str(text)[:80]!r} (written key#incarnation)")
         key, _, incarnation = text.rpartition("#")
         return cls(key, incarnation)
 

@@ -86,7 +86,7 @@ TASK_TRANSITIONS: Mapping[TaskState, frozenset[TaskState]] = {
         {_T.RUNNING, _T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}
     ),
     _T.RUNNING: frozenset({_T.STOPPING, _T.BACKOFF, _T.SUCCEEDED, _T.FAILED, _T.STOPPED, _T.LOST}),
-    _T.STOPPING: frozenset({_T.STOPPED, _T.SUCCEEDED, _T.FAILED, _T.LOST}),
+    _T.STOPPING: frozenset({_T.STOPPED, _T.LOST}),
     _T.BACKOFF: frozenset({_T.STARTING, _T.STOPPED, _T.LOST}),
     _T.SUCCEEDED: frozenset(),
     _T.FAILED: frozenset(),

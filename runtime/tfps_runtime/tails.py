@@ -46,12 +46,18 @@ class LogFile:
         if size < limit:
             return False
         temporary = self.path + ".1.tmp"
-        shutil.copyfile(self.path, temporary)
-        copied = os.stat(temporary).st_size
+        try:
+            shutil.copyfile(self.path, temporary)
+            copied = os.stat(temporary).st_size
+            write_file(self._base_path, str(self._base + copied))
+        except OSError:  # the disk is full: give back what the part before takes
+            for path in (temporary, self.path + ".1"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            return False
         os.truncate(self.path, 0)
         os.replace(temporary, self.path + ".1")
         self._base += copied
-        write_file(self._base_path, str(self._base))
         return True
 
     def read_lines(self, offset: int, *, is_complete: bool = False) -> tuple[int, list[str]]:
@@ -76,8 +82,10 @@ class LogFile:
         if offset < self._base:
             with contextlib.suppress(FileNotFoundError):
                 before = self._base - os.stat(self.path + ".1").st_size
-                if offset >= before:
-                    return offset, _pread(self.path + ".1", offset - before, count)
+                offset = max(offset, before)
+                content = _pread(self.path + ".1", offset - before, count)
+                # The rotation may have cut through a line.
+                return offset, content + _pread(self.path, 0, count - len(content))
             offset = self._base
         try:
             content = _pread(self.path, offset - self._base, count)
@@ -96,7 +104,7 @@ class LogFile:
                 break
             found.extend(chunk)
             start = after
-        return found[-lines:]
+        return found[-lines:] if lines else []
 
 
 def _pread(path: str, offset: int, count: int) -> bytes:
@@ -113,6 +121,8 @@ class ProgressFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._offset = 0
+        with contextlib.suppress(FileNotFoundError):  # of an earlier life of the training
+            self._offset = os.stat(path).st_size
         self.newest: Optional[Progress] = None
 
     def read(self) -> list[Progress]:

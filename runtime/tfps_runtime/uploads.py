@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tarfile
+import tempfile
 from typing import Any, BinaryIO
 
 from tfps_runtime.followers import integer
 from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path
+
+_HASH = re.compile(r"[0-9a-f]{16,64}\Z")
 
 
 def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
@@ -23,17 +27,17 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
     """
     workdir = os.path.expanduser(str(request["workdir"]))
     name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
-    if not expected.isalnum() or name in ("", ".", "..") or "/" in name:
+    if not _HASH.match(expected) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
     target = blob_path(workdir, expected, name)
     if request.get("only_ask"):
         return {"type": "blob", "path": target, "is_there": os.path.exists(target)}
     os.makedirs(os.path.join(workdir, "blobs"), mode=0o700, exist_ok=True)
     folder = os.path.dirname(target)
-    temporary = f"{folder}.{os.getpid()}.tmp"
-    os.makedirs(temporary, mode=0o700)
+    temporary = tempfile.mkdtemp(prefix=f"{expected}.", suffix=".tmp", dir=os.path.dirname(folder))
+    is_tar = request.get("kind") == "tar"
     try:
-        arrived = os.path.join(temporary, name if request.get("kind") != "tar" else ".tar")
+        arrived = os.path.join(temporary, f"{name}.tar" if is_tar else name)
         digest = hashlib.sha256()
         with open(arrived, "wb") as file:
             left = size
@@ -46,7 +50,7 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
                 left -= len(chunk)
         if digest.hexdigest()[: len(expected)] != expected:
             raise RefusedError("bad_request", f"{name}: the upload arrived damaged", transient=True)
-        if request.get("kind") == "tar":
+        if is_tar:
             _unpack(arrived, os.path.join(temporary, name))
             os.unlink(arrived)
         _move(temporary, folder, name)
@@ -66,7 +70,15 @@ def _move(temporary: str, folder: str, name: str) -> None:
 
 
 def _unpack(archive: str, target: str) -> None:
-    with tarfile.open(archive) as tar:
+    os.mkdir(target, 0o700)
+    try:
+        _unpack_members(archive, target)
+    except (tarfile.TarError, EOFError) as error:
+        raise RefusedError("bad_request", f"not an archive: {error}") from None
+
+
+def _unpack_members(archive: str, target: str) -> None:
+    with tarfile.open(archive, "r:") as tar:
         for member in tar.getmembers():
             path = os.path.normpath(os.path.join(target, member.name))
             if not (member.isreg() or member.isdir()) or not (path + os.sep).startswith(target + os.sep):

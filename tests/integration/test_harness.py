@@ -18,13 +18,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tfps_runtime.protocol import CheckpointOptions, Progress, Result, TaskContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.tensorflow
 
@@ -544,13 +546,19 @@ def test_a_chief_that_waits_for_its_ps_can_be_stopped(train):
 
 
 FINITE = """
+    import time
     import numpy as np
     import tensorflow.compat.v1 as tf
     from tfps_runtime.training import Model
 
     def input_fn(mode, params, shard):
         n = 5 if mode == "eval" else params["batches"][shard.index]
-        return ((np.ones([2], np.float32), None) for _ in range(n))
+        return batches(n, params.get("step_secs", [0.0, 0.0])[shard.index])
+
+    def batches(n, step_secs):
+        for _ in range(n):
+            time.sleep(step_secs)
+            yield np.ones([2], np.float32), None
 
     def model_fn(features, labels, mode, params):
         w = tf.get_variable("w", [], initializer=tf.zeros_initializer())
@@ -566,6 +574,19 @@ def test_training_without_a_step_limit_ends_with_its_input(train, mode, batches)
     training.start_all()
     assert [training.tasks[task].wait(15) for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
     assert training.result.global_step == (80 if mode == "async" else 20)
+
+
+def test_a_chief_that_waits_for_the_input_of_others_survives_a_lost_ps(train):
+    """The ps forgets whose input has ended; the chief, which has nothing left to do, says so again."""
+    training = train(FINITE, hparams={"batches": [5, 150], "step_secs": [0.0, 0.02]})
+    training.start_all()
+    until(lambda: f"the input of {CHIEF} has ended" in training.tasks[CHIEF].log, 10, "the input did not end")
+    training.await_step(WORKER, 30)
+    training.kill(PS)
+    training.start(PS)
+    assert [training.tasks[task].wait(20) for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
+    assert 0 < training.result.global_step < 150
+    assert "ending without them" not in training.tasks[CHIEF].log
 
 
 def test_replicas_draw_different_random_numbers(train):

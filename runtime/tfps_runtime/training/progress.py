@@ -52,18 +52,25 @@ class ProgressWriter:
         """
         self.local_step += 1
         self._examples += examples or 0
+        self._note(global_step, loss, examples is not None, waited_secs)
+
+    def watch(self, global_step: int, waited_secs: float) -> None:
+        """Note what the others do while this replica has nothing left to do; `waited_secs` as in `step`."""
+        self._note(global_step, None, False, waited_secs)
+
+    def _note(self, global_step: int, loss: float | None, has_examples: bool, waited_secs: float) -> None:
         now = self._clock()
         steps_per_sec = examples_per_sec = None
         if self._since_step is not None and now > self._since:
             # A cluster that went back to a checkpoint has no rate.
             if global_step >= self._since_step:
                 steps_per_sec = (global_step - self._since_step) / (now - self._since)
-            if examples is not None:
+            if has_examples:
                 examples_per_sec = self._examples / (now - self._since)
         self._unwritten = Progress(
             time=self._now(),
             global_step=global_step,
-            loss=loss if math.isfinite(loss) else None,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
             local_step=self.local_step,
             steps_per_sec=steps_per_sec,
             examples_per_sec=examples_per_sec,
@@ -92,6 +99,6 @@ class ProgressWriter:
             return
         if self._file is not None:
             os.write(self._file, record.dumps().encode() + b"\n")
+        loss = "" if record.loss is None else f" loss {record.loss:.6g}"
         rate = "" if record.steps_per_sec is None else f" {record.steps_per_sec:.1f} steps/s"
-        loss = math.nan if record.loss is None else record.loss
-        _log.info("step %d loss %.6g%s", record.global_step, loss, rate)
+        _log.info("step %d%s%s", record.global_step, loss, rate)

@@ -32,6 +32,7 @@ class Replica:
     ended: Any
     """For each replica: 1 if its input has ended, else 0."""
     mark_ended: Any
+    """Says that this replica's input has ended; gives `ended` after it."""
     synchroniser: Synchroniser | None
     summary: Any
     """All the program's summaries and the loss."""

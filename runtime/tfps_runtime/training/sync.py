@@ -203,10 +203,8 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
         while not coord.should_stop() and (self._steps is None or step < self._steps):
             try:
                 step = int(update())
-            except (
-                tf.errors.OpError,
-                RuntimeError,
-            ) as error:  # RuntimeError: the session was closed meanwhile
+            except (tf.errors.OpError, RuntimeError) as error:
+                # RuntimeError: the session was closed meanwhile.
                 if not coord.should_stop():
                     coord.request_stop(_as_recoverable(error))
                     self._wake_up(session)  # this process and its peers may wait on a ps that still lives

@@ -6,6 +6,7 @@ result = run_local("dags/programs/linear_regression.py", steps=500)
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from tfps_runtime.training.program import Program, load_program
 from tfps_runtime.training.progress import ProgressWriter
 from tfps_runtime.training.replica import Replica, build_replica
 from tfps_runtime.training.session import (
+    MAX_LOST_SESSIONS,
     RECOVERY_WAIT_SECS,
     ClusterSessionCreator,
     PublishHook,
@@ -236,7 +238,8 @@ def _loop(
                 waited_secs += time.monotonic() - asked
                 values = session.run(replica.fetches, feed_dict=feed)
             except (StopIteration, tf.errors.OutOfRangeError):
-                _end_input(session, replica, steps, stop)
+                _log.info("the input of %s has ended", replica.cluster.task)
+                _end_input(session, replica, progress, steps, stop)
                 break
             creator.note_step()
             step, ended, loss = int(values["step"]), values["ended"], float(values["loss"])
@@ -250,34 +253,42 @@ def _loop(
 
 def _run_bare(session: Any, fetches: Any) -> Any:
     """Run something that is no step: without hooks, whose own fetches may need a batch."""
-    return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
+    for _ in range(MAX_LOST_SESSIONS):
+        # When a session is lost here, MonitoredSession makes another and then calls with the closed one again.
+        with contextlib.suppress(RuntimeError):
+            return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
+    raise RecoveryError(f"{MAX_LOST_SESSIONS} sessions in a row were closed under {fetches}")
 
 
 def is_reached(step: int, steps: int | None) -> bool:
     return steps is not None and step >= steps
 
 
-def _end_input(session: Any, replica: Replica, steps: int | None, stop: StopRequest) -> None:
+def _end_input(
+    session: Any, replica: Replica, progress: ProgressWriter, steps: int | None, stop: StopRequest
+) -> None:
     """Tell the others that this replica's input has ended.
 
     Synchronous training ends for all, for an update needs everybody. Asynchronous training goes on without this
     replica; the chief stays to save what the others do, until their input ends or nothing moves any more.
     """
-    _run_bare(session, replica.mark_ended)
+    ended = _run_bare(session, replica.mark_ended)
     if replica.synchroniser is not None:
         _run_bare(session, replica.synchroniser.wake_up)
     elif replica.cluster.is_chief:
-        step, since = -1, time.monotonic()
-        while not stop.wait(RECOVERY_WAIT_SECS):
-            now_step, ended = _run_bare(session, [replica.global_step, replica.ended])
-            if ended.all() or is_reached(now_step, steps):
+        started = since = time.monotonic()
+        step = -1
+        while not ended.all() and not stop.wait(RECOVERY_WAIT_SECS):
+            # Marked again each time: a ps that was lost has forgotten it.
+            now_step, ended = _run_bare(session, [replica.global_step, replica.mark_ended])
+            progress.watch(int(now_step), time.monotonic() - started)
+            if is_reached(now_step, steps):
                 break
             if now_step != step:
                 step, since = now_step, time.monotonic()
             elif time.monotonic() - since > OTHERS_INPUT_SECS:
                 _log.info("the others have not stepped for %g s; ending without them", OTHERS_INPUT_SECS)
                 break
-    _log.info("the input has ended")
 
 
 def _hooks(

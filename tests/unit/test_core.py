@@ -1,0 +1,704 @@
+"""What an agent decides: histories of events as tables, and random ones that must never leave the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tfps_runtime.core import (
+    DUMP_SECS,
+    MAX_BACKOFF_SECS,
+    QUICK_SECS,
+    SIGKILL,
+    SIGTERM,
+    Advanced,
+    AgentState,
+    Broken,
+    Dump,
+    Exited,
+    Finished,
+    Kill,
+    Launch,
+    Leave,
+    Listening,
+    Renew,
+    Spawn,
+    Spawned,
+    Start,
+    Stop,
+    TaskView,
+    Tell,
+    Tick,
+    next_due,
+    step,
+)
+from tfps_runtime.protocol import (
+    TASK_TRANSITIONS,
+    TRAINING_TRANSITIONS,
+    Exit,
+    Result,
+    TaskSpec,
+    TaskState,
+    TrainingState,
+)
+
+LEASE, GRACE, STALL = 1000.0, 30.0, 100.0
+HARNESS = Start(exits_are_retryable=False, has_progress=True, lease_secs=LEASE)
+SCRIPT = Start(exits_are_retryable=True, has_progress=False, lease_secs=LEASE)
+KILLED, WRONG, DONE, AGAIN = Exit(signal=9), Exit(code=1), Exit(code=0), Exit(code=75)
+
+PS = TaskSpec(task="ps:0", restarts=1)
+CHIEF = TaskSpec(task="worker:0", restarts=1, is_chief=True)
+WORKER = TaskSpec(task="worker:1", restarts=1)
+
+
+def begin(*specs: TaskSpec, lease: float = 120.0) -> AgentState:
+    return AgentState(
+        tasks={spec.task: TaskView(spec=spec) for spec in specs},
+        lease_until=lease,
+        grace_secs=GRACE,
+        stall_secs=STALL,
+        chief_is_here=any(spec.is_chief for spec in specs),
+    )
+
+
+@dataclass
+class History:
+    """A core with everything that it has said so far; `at` feeds it an event."""
+
+    state: AgentState
+    actions: list = field(default_factory=list)
+
+    def at(self, now: float, *events) -> History:
+        for event in events:
+            before = self.state
+            copy = dataclasses.replace(before)
+            self.state, actions = step(before, event, now)
+            assert before == copy, "a step must not change the state that it was given"
+            self.actions += actions
+        return self
+
+    def run(self, now: float, *tasks: str) -> History:
+        """Let started tasks get their process and listen."""
+        for pid, task in enumerate(tasks, 100):
+            self.at(now, Spawned(task, pid), Listening(task))
+        return self
+
+    def of(self, kind: type, since: int = 0) -> list:
+        return [action for action in self.actions[since:] if isinstance(action, kind)]
+
+    def states(self, task: str) -> list[str]:
+        """States that were told of a task, each once."""
+        told = [t.message["state"] for t in self.of(Tell) if t.message.get("task") == task and "state" in t.message]
+        return [state for i, state in enumerate(told) if i == 0 or told[i - 1] != state]
+
+    @property
+    def trainings(self) -> list[str]:
+        return [t.message["state"] for t in self.of(Tell) if t.message["type"] == "training"]
+
+    def task(self, name: str) -> TaskView:
+        return self.state.tasks[name]
+
+    def reason(self, task: str) -> str:
+        return [t.message.get("reason", "") for t in self.of(Tell) if t.message.get("task") == task][-1]
+
+
+def running(*specs: TaskSpec, start: Start = HARNESS, lease: float = 120.0) -> History:
+    """A training in which every task of this host runs; at time 1."""
+    history = History(begin(*specs, lease=lease)).at(0.0, start)
+    history.at(0.0, *(Launch(s.task) for s in specs if s.is_chief))
+    return history.run(1.0, *(s.task for s in specs))
+
+
+# --- the usual way ------------------------------------------------------------------------------------------------
+
+
+def test_start_begins_everything_but_the_chief():
+    """The chief waits for its own command; everything else of the host is started at once."""
+    history = History(begin(PS, CHIEF, WORKER)).at(0.0, HARNESS)
+    assert [a.task for a in history.of(Spawn)] == ["ps:0", "worker:1"]
+    assert history.task("worker:0").state is TaskState.PENDING
+    assert history.trainings == ["STARTING"]
+
+
+def test_a_training_that_goes_well():
+    """From start to the chief's success and the stop, with every state told once and in order."""
+    history = History(begin(PS, CHIEF, WORKER)).at(0.0, HARNESS).run(1.0, "ps:0", "worker:1")
+    assert history.trainings == ["STARTING", "READY"]
+    history.at(2.0, Launch("worker:0")).run(3.0, "worker:0")
+    history.at(4.0, Advanced("worker:0"), Advanced("worker:1"))
+    history.at(5.0, Finished("worker:0", Result(global_step=7)), Exited("worker:0", DONE))
+    assert history.trainings == ["STARTING", "READY", "RUNNING", "SUCCEEDED"]
+    assert not history.of(Leave), "ps and the other worker are the followers' to stop"
+    history.at(6.0, Stop("done"), Exited("worker:1", Exit(signal=15)), Exited("ps:0", Exit(signal=15)))
+    assert history.states("worker:0") == ["STARTING", "RUNNING", "SUCCEEDED"]
+    assert history.states("ps:0") == ["STARTING", "RUNNING", "STOPPING", "STOPPED"]
+    assert history.trainings[-2:] == ["STOPPING", "SUCCEEDED"]
+    assert history.of(Tell)[-1].message["last"] is True
+    assert history.actions[-1] == Leave()
+
+
+def test_a_second_start_and_a_second_launch_change_nothing():
+    """Commands come twice when a connection breaks."""
+    history = running(PS, CHIEF)
+    told = len(history.actions)
+    history.at(2.0, HARNESS, Launch("worker:0"))
+    assert history.actions[told:] == []
+
+
+def test_the_chief_cannot_be_launched_before_the_start():
+    """Without the cluster's addresses there is nothing to tell it."""
+    assert History(begin(PS, CHIEF)).at(0.0, Launch("worker:0")).actions == []
+
+
+@pytest.mark.parametrize(
+    "event", [Launch("x:0"), Spawned("x:0", 5), Listening("x:0"), Advanced("x:0"), Exited("x:0", KILLED)]
+)
+def test_events_of_unknown_tasks_change_nothing(event):
+    """A message that comes late, or from another version, must not end the agent."""
+    history = running(PS, CHIEF)
+    told = len(history.actions)
+    assert history.at(2.0, event).actions[told:] == []
+
+
+@pytest.mark.parametrize(
+    "event", [Launch("ps:0"), Spawned("ps:0", 5), Listening("ps:0"), Advanced("ps:0"), Exited("ps:0", KILLED)]
+)
+def test_events_of_ended_tasks_change_nothing(event):
+    """A finished task is never restarted and never moves again."""
+    history = running(PS, CHIEF).at(2.0, Exited("ps:0", WRONG))
+    assert history.task("ps:0").state is TaskState.FAILED
+    told = len(history.actions)
+    assert history.at(3.0, event, Tick()).actions[told:] == []
+
+
+# --- ends of tasks ------------------------------------------------------------------------------------------------
+
+ENDS = [
+    # start, exit, charged, restarts in the spec, state after it
+    (HARNESS, DONE, True, 3, "SUCCEEDED"),
+    (HARNESS, WRONG, True, 3, "FAILED"),
+    (HARNESS, Exit(code=127), True, 3, "FAILED"),
+    (HARNESS, AGAIN, True, 3, "STARTING"),
+    (HARNESS, AGAIN, True, 0, "FAILED"),
+    (HARNESS, Exit(code=128), True, 3, "STARTING"),
+    (HARNESS, Exit(code=255), True, 3, "STARTING"),
+    (HARNESS, KILLED, True, 3, "STARTING"),
+    (HARNESS, KILLED, True, 0, "FAILED"),
+    (HARNESS, KILLED, False, 0, "STARTING"),
+    (HARNESS, WRONG, False, 0, "STARTING"),
+    (SCRIPT, WRONG, True, 3, "STARTING"),
+    (SCRIPT, WRONG, True, 0, "FAILED"),
+    (SCRIPT, DONE, True, 3, "SUCCEEDED"),
+]
+
+
+@pytest.mark.parametrize(("start", "exit_", "charged", "restarts", "state"), ENDS)
+@pytest.mark.parametrize("listens", [True, False])
+def test_what_becomes_of_a_task_that_ends(start, exit_, charged, restarts, state, listens):
+    """Exit 0 succeeds; 75, 128 and more, signals and a script's failures are tried again within the budget."""
+    spec = dataclasses.replace(WORKER, restarts=restarts)
+    history = History(begin(PS, spec)).at(0.0, start, Spawned("worker:1", 7))
+    if listens:
+        history.at(1.0, Listening("worker:1"))
+    history.at(20.0, Exited("worker:1", exit_, "", charged))
+    view = history.task("worker:1")
+    assert view.state.value == state
+    assert view.restarts == (1 if charged and state == "STARTING" else 0)
+    assert view.attempt == (2 if state == "STARTING" else 1)
+    if state in ("STARTING", "FAILED"):
+        assert ("BACKOFF" in history.states("worker:1")) is (state == "STARTING")
+
+
+def test_the_budget_of_restarts_is_kept():
+    """A task gets exactly its `restarts`, and the last failure says that they are used up."""
+    history = running(PS, dataclasses.replace(WORKER, restarts=2))
+    for attempt in range(3):
+        now = 100.0 * (attempt + 1)
+        history.at(now, Exited("worker:1", KILLED)).run(now + 1, "worker:1")
+    assert history.states("worker:1")[-1] == "FAILED"
+    assert history.task("worker:1").attempt == 3
+    assert "killed by signal 9, after 2 restarts" in history.reason("worker:1")
+
+
+def test_restarts_that_are_not_charged_are_not_counted():
+    """A task whose nursery was killed has done nothing wrong."""
+    history = running(PS, dataclasses.replace(WORKER, restarts=0))
+    for attempt in range(10):
+        now = 50.0 * (attempt + 1)
+        history.at(now, Exited("worker:1", KILLED, "its nursery was killed", charged=False)).run(now, "worker:1")
+    assert history.task("worker:1").attempt == 11
+    assert history.task("worker:1").restarts == 0
+
+
+def test_back_off_grows_for_quick_failures_and_has_an_end():
+    """The first restart comes at once, each further quick failure waits twice as long, up to the maximum."""
+    history = running(PS, dataclasses.replace(WORKER, restarts=20), lease=1e9).at(0.0, Renew(1e9))
+    now, waits = 1.0, []
+    for _ in range(12):
+        history.at(now, Exited("worker:1", KILLED))
+        view = history.task("worker:1")
+        waits.append(0.0 if view.due is None else view.due - now)
+        if view.due is not None:
+            history.at(view.due - 0.01, Tick())
+            assert history.task("worker:1").state is TaskState.BACKOFF
+            assert next_due(history.state) == view.due
+            now = view.due
+            history.at(now, Tick())
+        assert history.task("worker:1").state is TaskState.STARTING
+        now += 0.1
+        history.run(now, "worker:1")
+    assert waits[:5] == pytest.approx([0.0, 0.5, 1.0, 2.0, 4.0])
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(MAX_BACKOFF_SECS)
+
+
+@pytest.mark.parametrize("mends", ["long life", "progress"])
+def test_back_off_begins_anew_after_a_good_while(mends):
+    """A task that lived long, or that got on, was not failing fast."""
+    history = running(PS, dataclasses.replace(WORKER, restarts=20))
+    for now in (1.0, 1.2, 2.0, 4.0):
+        history.at(now, Tick(), Exited("worker:1", KILLED))
+    assert history.task("worker:1").quick_failures == 4
+    history.at(50.0, Tick()).run(50.0, "worker:1")
+    now = 50.0 + QUICK_SECS if mends == "long life" else 50.5
+    if mends == "progress":
+        history.at(50.4, Advanced("worker:1"))
+    history.at(now, Exited("worker:1", KILLED))
+    assert history.task("worker:1").state is TaskState.STARTING, "at once"
+
+
+@pytest.mark.parametrize(("task", "state"), [("ps:0", "FAILED"), ("worker:0", "FAILED"), ("worker:1", "READY")])
+def test_whose_failure_fails_the_training_here(task, state):
+    """A ps or the chief; whether it can go on without a worker is not for one host to say."""
+    specs = [dataclasses.replace(s, restarts=0) for s in (PS, CHIEF, WORKER)]
+    history = History(begin(*specs)).at(0.0, HARNESS).run(1.0, "ps:0", "worker:1")
+    if task == "worker:0":
+        history.at(1.0, Launch(task))
+    history.at(2.0, Exited(task, KILLED))
+    assert history.state.training.value == state
+
+
+def test_a_ps_that_breaks_after_the_chiefs_success_changes_nothing():
+    """Success is final: the agent must neither fall over nor take it back."""
+    history = running(PS, CHIEF).at(2.0, Exited("worker:0", DONE), Exited("ps:0", WRONG))
+    assert history.state.training is TrainingState.SUCCEEDED
+    assert history.at(3.0, Stop("done")).of(Leave)
+
+
+def test_a_chief_that_succeeds_after_a_ps_has_failed_leaves_the_training_failed_here():
+    """The first end counts; the verdict over both is the judge's."""
+    history = running(PS, CHIEF).at(2.0, Exited("ps:0", WRONG), Exited("worker:0", DONE))
+    assert history.state.training is TrainingState.FAILED
+    assert history.task("worker:0").state is TaskState.SUCCEEDED
+
+
+def test_two_failing_tasks_fail_the_training_once():
+    """The reason is the first one's."""
+    history = running(PS, CHIEF).at(2.0, Exited("ps:0", WRONG), Exited("worker:0", WRONG))
+    assert history.trainings.count("FAILED") == 1
+    history.at(3.0, Stop("cleaning up"))
+    last = history.of(Tell)[-1].message
+    assert (last["state"], last["last"]) == ("FAILED", True)
+    assert last["reason"] == "ps:0: exit code 1", "and not why it was stopped afterwards"
+
+
+# --- stopping -----------------------------------------------------------------------------------------------------
+
+
+def test_stop_sends_sigterm_then_sigkill_and_ps_go_last():
+    """The chief may be saving to its ps: those stay until nothing else lives."""
+    history = running(PS, CHIEF, WORKER)
+    since = len(history.actions)
+    history.at(10.0, Stop("enough"))
+    assert history.of(Kill, since) == [Kill("worker:0", SIGTERM), Kill("worker:1", SIGTERM)]
+    history.at(10.0 + GRACE - 0.1, Tick())
+    assert Kill("worker:0", SIGKILL) not in history.actions
+    history.at(10.0 + GRACE, Tick())
+    assert Kill("worker:0", SIGKILL) in history.actions
+    history.at(41.0, Exited("worker:0", KILLED), Exited("worker:1", KILLED))
+    assert history.actions[-1] == Kill("ps:0", SIGTERM)
+    assert not history.of(Leave)
+    history.at(42.0, Exited("ps:0", Exit(signal=15)))
+    assert history.actions[-1] == Leave()
+    assert history.trainings[-2:] == ["STOPPING", "STOPPED"]
+
+
+def test_sigkill_is_repeated_until_the_task_is_gone():
+    """A task that was just being forked when the first one came gets another."""
+    history = running(WORKER, CHIEF).at(10.0, Stop("enough", grace_secs=0.0))
+    for now in (10.0, 11.0, 12.0):
+        since = len(history.actions)
+        history.at(now + 0.01, Tick())
+        assert Kill("worker:1", SIGKILL) in history.actions[since if now > 10.0 else 0 :]
+
+
+def test_stop_of_a_reservation_leaves_at_once():
+    """Nothing was started: nothing is waited for."""
+    history = History(begin(PS, CHIEF)).at(0.0, Stop("changed my mind"))
+    assert history.trainings == ["STOPPING", "STOPPED"]
+    assert history.states("ps:0") == ["STOPPED"]
+    assert history.actions[-1] == Leave()
+
+
+def test_a_second_stop_with_less_patience_hurries_the_first():
+    """Tasks that are being stopped, and ps that wait for their turn, get the shorter time."""
+    history = running(PS, WORKER).at(10.0, Stop("enough")).at(11.0, Stop("now!", grace_secs=1.0))
+    history.at(12.0, Tick())
+    assert Kill("worker:1", SIGKILL) in history.actions
+    history.at(12.1, Exited("worker:1", KILLED)).at(13.2, Tick())
+    assert Kill("ps:0", SIGKILL) in history.actions
+    told = history.trainings
+    assert told.count("STOPPING") == 1
+
+
+def test_a_second_stop_without_a_word_on_patience_changes_nothing():
+    """`teardown` after `train`: the first one's grace holds."""
+    history = running(PS, WORKER).at(10.0, Stop("enough"))
+    told = len(history.actions)
+    history.at(11.0, Stop("again"))
+    assert history.actions[told:] == []
+
+
+def test_exit_0_while_stopping_is_no_success():
+    """A chief that was told to save and leave has not reached its last step."""
+    history = running(PS, CHIEF).at(10.0, Stop("enough"), Exited("worker:0", DONE))
+    assert history.task("worker:0").state is TaskState.STOPPED
+    assert "SUCCEEDED" not in history.trainings
+
+
+def test_a_task_without_a_process_is_withdrawn_by_a_stop():
+    """It may wait for a nursery that takes minutes to import, or hangs: the agent is asked to take it back."""
+    history = History(begin(PS, CHIEF)).at(0.0, HARNESS).at(1.0, Stop("enough"))
+    assert history.actions[-1] == Kill("ps:0", SIGTERM)
+    history.at(1.0, Exited("ps:0", Exit(signal=15), charged=False))
+    assert history.states("ps:0")[-1] == "STOPPED"
+    assert history.actions[-1] == Leave()
+
+
+def test_a_task_that_is_forked_during_a_stop_is_ended():
+    """The request to the nursery was under way when the stop came."""
+    history = History(begin(PS, CHIEF)).at(0.0, HARNESS).at(1.0, Stop("enough"))
+    since = len(history.actions)
+    assert history.at(1.1, Spawned("ps:0", 7)).actions[since:] == [Kill("ps:0", SIGTERM)]
+
+
+def test_nothing_restarts_once_a_stop_has_come():
+    """Neither what waits for its back-off nor what dies meanwhile."""
+    specs = [dataclasses.replace(s, restarts=9) for s in (PS, WORKER, TaskSpec(task="worker:2"))]
+    history = running(*specs)
+    for now in (1.0, 1.1):
+        history.at(now, Exited("worker:2", KILLED)).run(now, "worker:2")
+    assert history.task("worker:2").state is TaskState.BACKOFF
+    since = len(history.actions)
+    history.at(1.2, Stop("enough"), Exited("worker:1", KILLED), Exited("ps:0", KILLED)).at(100.0, Tick())
+    assert history.of(Spawn, since) == []
+    assert [history.task(s.task).state.value for s in specs] == ["STOPPED"] * 3
+
+
+# --- the lease ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_runs_out_ends_the_training():
+    """Nobody is there any more: everything stops, and the end says why."""
+    history = running(PS, CHIEF, lease=50.0)
+    history.at(LEASE - 0.1, Tick())
+    assert not history.state.ending
+    assert next_due(history.state) == pytest.approx(LEASE)
+    history.at(LEASE, Tick(), Exited("worker:0", DONE), Exited("ps:0", KILLED))
+    assert history.trainings[-2:] == ["STOPPING", "EXPIRED"]
+    assert history.of(Tell)[-1].message["reason"] == "nobody renewed the lease"
+    assert history.actions[-1] == Leave()
+
+
+def test_a_renewal_counts_from_its_own_time_and_may_shorten():
+    """A trigger that is killed without an answer from Airflow leaves 30 s."""
+    history = running(PS, CHIEF).at(500.0, Renew(LEASE)).at(1400.0, Tick())
+    assert history.state.ending is None
+    history.at(1400.0, Renew(30.0)).at(1430.0, Tick())
+    assert history.state.ending is not None
+
+
+def test_a_renewal_does_not_stop_an_end():
+    """A follower that is still there while the training ends does not keep it."""
+    history = running(PS, CHIEF).at(10.0, Stop("enough"))
+    until = history.state.lease_until
+    assert history.at(11.0, Renew(LEASE)).state.lease_until == until
+
+
+def test_when_the_lease_runs_out_ps_wait_for_a_chief_on_another_host():
+    """All leases run out at the same time; the chief elsewhere is still saving to this host's ps."""
+    history = running(PS, WORKER, lease=50.0).at(LEASE, Tick(), Exited("worker:1", DONE))
+    assert history.task("ps:0").state is TaskState.RUNNING
+    assert next_due(history.state) == pytest.approx(LEASE + GRACE)
+    history.at(LEASE + GRACE, Tick())
+    assert history.task("ps:0").state is TaskState.STOPPING
+
+
+# --- stalls and dead nurseries -----------------------------------------------------------------------------------------
+
+
+def test_a_stalled_task_is_dumped_then_killed_then_started_again():
+    """The stacks tell why; the restart is charged like any other."""
+    history = running(PS, CHIEF).at(2.0, Advanced("worker:0"))
+    assert next_due(history.state) == pytest.approx(2.0 + STALL)
+    since = len(history.actions)
+    history.at(2.0 + STALL, Tick())
+    assert history.of(Dump, since) == [Dump("worker:0")]
+    assert not history.of(Kill, since)
+    history.at(2.0 + STALL + DUMP_SECS, Tick())
+    assert history.of(Kill, since) == [Kill("worker:0", SIGKILL)]
+    history.at(106.0, Exited("worker:0", KILLED))
+    assert history.task("worker:0").restarts == 1
+
+
+def test_progress_after_the_dump_saves_the_task():
+    """It was slow, not stuck."""
+    history = running(PS, CHIEF).at(1.0 + STALL, Tick(), Advanced("worker:0")).at(10.0 + STALL, Tick())
+    assert not history.of(Kill)
+
+
+def test_a_worker_is_not_stuck_before_the_chief_can_have_started():
+    """The chief is started when Airflow has a slot for it, which may be hours later."""
+    history = running(PS, WORKER).at(0.0, Renew(1e6)).at(50 * STALL, Tick())
+    assert not history.of(Dump)
+    history.at(50 * STALL, Advanced("worker:1")).at(51 * STALL, Tick())
+    assert history.of(Dump) == [Dump("worker:1")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "start"),
+    [
+        (PS, HARNESS),
+        (TaskSpec(task="evaluator:0", has_port=False), HARNESS),
+        (CHIEF, SCRIPT),
+        (WORKER, SCRIPT),
+    ],
+)
+def test_what_never_counts_as_stalled(spec, start):
+    """A ps reports nothing, an evaluator waits for checkpoints, and of a script without a pattern nothing is known."""
+    others = [s for s in (PS, CHIEF) if s.task != spec.task]
+    history = running(spec, *others, start=start).at(0.0, Renew(1e6)).at(2.0, Advanced(spec.task))
+    for s in others:
+        history.at(10 * STALL, Advanced(s.task))
+    history.at(10 * STALL + 1, Tick())
+    assert Dump(spec.task) not in history.actions
+
+
+def test_a_broken_host_fails_the_training_and_what_was_never_started():
+    """A module that does not import: no process will ever come."""
+    history = History(begin(PS, CHIEF, WORKER)).at(0.0, HARNESS, Broken("cannot import nonsense"))
+    assert [history.task(t).state.value for t in ("ps:0", "worker:1", "worker:0")] == ["FAILED", "FAILED", "PENDING"]
+    assert history.trainings[-1] == "FAILED"
+    assert history.reason("ps:0") == "cannot import nonsense"
+    history.at(1.0, Launch("worker:0"))
+    assert history.task("worker:0").state is TaskState.PENDING, "nothing is started any more"
+    assert history.at(2.0, Stop("done")).actions[-1] == Leave()
+
+
+@pytest.mark.parametrize("when", ["before the start", "after the stop", "after another failure"])
+def test_a_broken_host_never_keeps_a_training_from_ending(when):
+    """Whatever came first: a task that has no process and never will gets out of the way."""
+    history = History(begin(PS, CHIEF, WORKER))
+    if when == "before the start":
+        history.at(0.0, Broken("no"), HARNESS)
+    elif when == "after the stop":
+        history.at(0.0, HARNESS).at(1.0, Stop("enough"), Broken("no"))
+    else:
+        history.at(0.0, HARNESS, Spawned("ps:0", 7), Exited("ps:0", WRONG), Broken("no"))
+    history.at(2.0, Stop("enough"))
+    assert history.actions[-1] == Leave()
+
+
+# --- random histories ------------------------------------------------------------------------------------------------
+
+SPECS = (
+    PS,
+    TaskSpec(task="ps:1", restarts=0),
+    dataclasses.replace(CHIEF, restarts=2),
+    dataclasses.replace(WORKER, restarts=3),
+    TaskSpec(task="evaluator:0", has_port=False, restarts=0),
+)
+TASKS = [spec.task for spec in SPECS]
+NAMES = st.sampled_from(TASKS)
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """A host on which anything happens in any order; the rules hold all the time."""
+
+    @initialize(
+        chosen=st.sets(NAMES, min_size=1),
+        retryable=st.booleans(),
+        has_progress=st.booleans(),
+    )
+    def reserve(self, chosen, retryable, has_progress):
+        self.specs = [spec for spec in SPECS if spec.task in chosen]
+        self.state = begin(*self.specs, lease=200.0)
+        self.now = 1.0
+        self.start_event = Start(exits_are_retryable=retryable, has_progress=has_progress, lease_secs=300.0)
+        self.asked: set[str] = set()
+        self.pids: dict[str, int] = {}
+        self.next_pid = 1
+        self.is_broken = False
+        self.has_left = False
+        self.told = {spec.task: TaskState.PENDING for spec in self.specs}
+        self.told_training = TrainingState.RESERVED
+        self.seen_last = False
+
+    def feed(self, event):
+        self.state, actions = step(self.state, event, self.now)
+        for action in actions:
+            assert not self.has_left, f"{action} after the end"
+            self.act(action)
+
+    def act(self, action):
+        if isinstance(action, Tell):
+            self.hear(action.message)
+        elif isinstance(action, Spawn):
+            assert action.task not in self.pids, "a second process"
+            assert action.task not in self.asked
+            assert not self.told[action.task].is_final, "a finished task was started again"
+            assert self.told[action.task] is TaskState.STARTING
+            self.asked.add(action.task)
+        elif isinstance(action, Kill) and action.task in self.asked and action.task not in self.pids:
+            self.asked.discard(action.task)
+            self.later(Exited(action.task, Exit(signal=action.signal), charged=False))
+        elif isinstance(action, Kill) and action.signal == SIGKILL and action.task in self.pids:
+            del self.pids[action.task]
+            self.later(Exited(action.task, Exit(signal=9)))
+        elif isinstance(action, Leave):
+            assert not any(view.state.is_alive for view in self.state.tasks.values())
+            assert not self.pids
+            assert self.seen_last
+            self.has_left = True
+
+    def later(self, event):
+        self.pending.append(event)
+
+    def happen(self, *events):
+        """As the agent does: what an action causes is told after all actions of its step."""
+        self.pending = list(events)
+        while self.pending:
+            self.feed(self.pending.pop(0))
+
+    def hear(self, message):
+        assert not self.seen_last, f"{message} after the last word"
+        if message["type"] == "task":
+            state = TaskState(message["state"])
+            before = self.told[message["task"]]
+            assert state is before or state in TASK_TRANSITIONS[before], (before, state)
+            self.told[message["task"]] = state
+        elif message["type"] == "training":
+            state = TrainingState(message["state"])
+            assert state in TRAINING_TRANSITIONS[self.told_training], (self.told_training, state)
+            self.told_training = state
+            self.seen_last = bool(message.get("last"))
+
+    @rule(secs=st.floats(0.0, 60.0))
+    def wait(self, secs):
+        self.now += secs
+        self.happen(Tick())
+
+    @rule()
+    def wait_until_due(self):
+        due = next_due(self.state)
+        if due < float("inf"):
+            self.now = max(self.now, due)
+            self.happen(Tick())
+            if not self.has_left:
+                assert next_due(self.state) > self.now, "the agent would spin"
+
+    @rule()
+    def start(self):
+        self.happen(self.start_event)
+
+    @rule(task=NAMES)
+    def launch(self, task):
+        self.happen(Launch(task))
+
+    @precondition(lambda self: self.asked and not self.is_broken)
+    @rule(data=st.data())
+    def fork(self, data):
+        task = data.draw(st.sampled_from(sorted(self.asked)))
+        self.asked.discard(task)
+        self.pids[task] = self.next_pid
+        self.next_pid += 1
+        self.happen(Spawned(task, self.pids[task]))
+
+    @precondition(lambda self: self.pids)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, 75, 127, 128, -9, -15]), charged=st.booleans())
+    def exit(self, data, code, charged):
+        task = data.draw(st.sampled_from(sorted(self.pids)))
+        del self.pids[task]
+        self.happen(Exited(task, Exit(code=code) if code >= 0 else Exit(signal=-code), "", charged))
+
+    @precondition(lambda self: self.pids)
+    @rule(data=st.data(), advanced=st.booleans())
+    def get_on(self, data, advanced):
+        task = data.draw(st.sampled_from(sorted(self.pids)))
+        self.happen(Advanced(task) if advanced else Listening(task))
+
+    @rule(task=NAMES, kind=st.sampled_from([Listening, Advanced, Launch]))
+    def say_something_odd(self, task, kind):
+        if task in self.pids or kind is Launch:
+            return
+        if task in self.state.tasks and self.state.tasks[task].state.is_alive:
+            return  # without a process nothing can listen
+        self.happen(kind(task))
+
+    @rule()
+    def break_(self):
+        if not self.pids:
+            self.is_broken = True
+            self.asked.clear()
+            self.happen(Broken("cannot import x"))
+
+    @precondition(lambda self: self.is_broken)
+    @rule()
+    def is_still_broken(self):
+        self.asked.clear()
+        self.happen(Broken("cannot import x"))
+
+    @rule(grace=st.none() | st.floats(0.0, 40.0))
+    def stop(self, grace):
+        self.happen(Stop("enough", grace))
+
+    @rule(secs=st.floats(0.0, 500.0))
+    def renew(self, secs):
+        self.happen(Renew(secs))
+
+    @invariant()
+    def budgets_are_kept(self):
+        for spec in getattr(self, "specs", ()):
+            assert self.state.tasks[spec.task].restarts <= spec.restarts
+
+    @invariant()
+    def what_was_told_is_so(self):
+        for task, view in self.state.tasks.items() if hasattr(self, "state") else ():
+            assert self.told[task] is view.state
+            assert not (view.state.is_final and task in self.pids)
+        if hasattr(self, "state"):
+            assert self.told_training is self.state.training
+
+    def teardown(self):
+        """Nobody comes back: the lease ends it, within the grace times, whatever has happened before."""
+        if not hasattr(self, "state"):
+            return
+        latest = max(self.now, self.state.lease_until) + 2 * GRACE + 10.0
+        for _ in range(200):
+            if self.has_left:
+                return
+            if self.is_broken:
+                self.asked.clear()
+                self.happen(Broken("cannot import x"))
+            self.now = max(self.now, min(next_due(self.state), self.now + 60.0))
+            self.happen(Tick())
+        raise AssertionError(f"not ended at {self.now}, expected by {latest}: {self.state}")
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
