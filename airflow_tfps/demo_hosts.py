@@ -92,7 +92,7 @@ class DemoServer(asyncssh.SSHServer):
     def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
         return username == self._login and key.public_data == self._key
 
-    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:  # noqa: ARG002
+    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:  # noqa: ARG002  # noqa: ARG002
         return dest_host in {"127.0.0.1", "::1", "localhost"}
 
 

@@ -188,8 +188,8 @@ class ClusterHook(BaseHook):
     ) -> Handle:
         """Bring a training's cluster up, all but the chief, or find it up already; returns its handle.
 
-        Plans, looks at the hosts, reserves ports and GPUs (hosts in sorted order, the first refusal releases the
-        rest), uploads what is not there, starts ps and non-chief workers. With `wait`, returns when every TF task
+        Plans, looks at the hosts, uploads what is not there, reserves ports and GPUs (hosts in sorted order, the
+        first refusal releases the rest), starts ps and non-chief workers. With `wait`, returns when every TF task
         listens and can be reached from every host. What fails leaves nothing behind.
 
         Args:
@@ -208,11 +208,12 @@ class ClusterHook(BaseHook):
         blobs = list(deploy.blobs_of(job))
         secrets = resolve_secrets(job.secrets)
         plan = self._plan(job, None if job.checkpoint.shared else chief_host)
+        # Before anything is held: a large upload would keep GPUs idle and outlast the reservation's lease.
+        paths = self._upload(plan, blobs)
         try:
             reservations = self._reserve(plan, job, training)
             job = self._resolve_steps(job, plan, reservations)
             handle = self._handle(plan, job, training, reservations, blobs)
-            paths = self._upload(handle, blobs)
             self._start(handle, paths, secrets, lease_secs or job.timeouts.lease_secs)
             if wait:
                 self.wait_ready(handle)
@@ -305,18 +306,18 @@ class ClusterHook(BaseHook):
             blobs={b.key: (b.sha256, b.name) for b in blobs},
         )
 
-    def _upload(self, handle: Handle, blobs: Sequence[deploy.Blob]) -> dict[str, dict[str, str]]:
+    def _upload(self, plan: Plan, blobs: Sequence[deploy.Blob]) -> dict[str, dict[str, str]]:
         """Bring programs to all hosts and inputs to those that train; host -> blob's key -> path there."""
 
         def bring(host: str) -> dict[str, str]:
-            trains = any(t.task.role != "ps" for t in handle.on(host))
+            trains = any(t.task.role != "ps" for t in plan.on(host))
             paths = {}
             for blob in blobs:
                 if trains or blob.key in ("program", "script"):
                     paths[blob.key] = self._put(host, blob)
             return paths
 
-        return self.on_each(handle.hosts, bring)
+        return self.on_each(plan.hosts, bring)
 
     def _put(self, host: str, blob: deploy.Blob) -> str:
         request = blob.request(self.inventory[host].workdir)

@@ -380,6 +380,10 @@ class JobSpec:
         faults = [*self.missing_files(), *placeholder_faults(self)]
         if self.is_templated:
             faults.append("some values are still templates")
+        if self.start_from == "previous":
+            faults.append("start_from: `previous` is not available in this version; name a checkpoint's path")
+        if self.replication == "in_graph" and self.program is not None:
+            faults.append("replication: in_graph is not available for a program in this version; use a script")
         if faults:
             raise SpecError(f"job {self.name}", faults)
 

@@ -130,7 +130,7 @@ def _watched(sock: socket.socket, settings: Settings) -> Line:
 
 def _spawn(settings: Settings) -> Line:
     ours, theirs = socket.socketpair()
-    complaints = tempfile.TemporaryFile()  # noqa: SIM115  the Line closes it
+    complaints = tempfile.TemporaryFile()  # noqa: SIM115  the Line closes it  # noqa: SIM115  the Line closes it
     try:
         # A session of its own: a Ctrl-C or the end of a task's group must not cut the connection first.
         proxy = subprocess.Popen(

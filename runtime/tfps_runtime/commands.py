@@ -101,7 +101,7 @@ def ask(paths: Paths, request: dict[str, Any]) -> dict[str, Any]:
             ) from None
         except socket.timeout:
             raise RefusedError(
-                "busy", f"the agent of {paths.training} does not answer", transient=True
+                "unresponsive", f"the agent of {paths.training} does not answer", transient=True
             ) from None
     if answer.get("type") == Kind.ERROR:
         raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
@@ -484,7 +484,9 @@ def _stop(paths: Paths, request: dict[str, Any]) -> str:
         time.sleep(0.01)
     record = read_lock(paths.lock)
     raise RefusedError(
-        "busy", f"the agent of {paths.training} (pid {record and record.pid}) does not end", transient=True
+        "unresponsive",
+        f"the agent of {paths.training} (pid {record and record.pid}) does not end",
+        transient=True,
     )
 
 

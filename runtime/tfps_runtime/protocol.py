@@ -445,7 +445,7 @@ def error_message(code: str, message: str, *, transient: bool = False) -> dict[s
 class RefusedError(Exception):
     """A command on a host cannot do what was asked; becomes an `error` message.
 
-    Codes: busy, workdir, not_found, bad_request, gone, port, gpu, preload, checkpoint_owned, internal.
+    Codes: busy, unresponsive, workdir, not_found, bad_request, gone, alive, gpu, checkpoint_owned, internal.
     """
 
     def __init__(self, code: str, message: str, *, transient: bool = False) -> None:

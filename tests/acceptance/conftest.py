@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +20,12 @@ from airflow_tfps.demo_stack import AirflowStack, leftovers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from typing import TYPE_CHECKING
+
 from live import Live, stop_agents, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HOSTS = ("gpu_a", "gpu_b", "gpu_c")
 SIDE_BY_SIDE = int(os.environ.get("TFPS_LIVE_CASES", "5"))

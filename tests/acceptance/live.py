@@ -15,17 +15,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfps_runtime.protocol import TrainingId, run_dir, training_key
 from tfps_runtime.reserve import is_held, read_lock
 
-from airflow_tfps.demo_hosts import DemoHost
 from airflow_tfps.demo_processes import open_ports, processes
-from airflow_tfps.demo_stack import AirflowStack, Api
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from airflow_tfps.demo_hosts import DemoHost
+    from airflow_tfps.demo_stack import AirflowStack, Api
 
 T = TypeVar("T")
 

@@ -10,12 +10,15 @@ import re
 import signal
 import socket
 import sqlite3
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from live import Live, Run, Training, start_time, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.live
 

@@ -327,7 +327,7 @@ def test_stream_keeps_odd_lines_and_the_standard_error(transport):
 
 def test_stream_takes_large_input_while_it_is_read(transport):
     """A stream's first input may be larger than every buffer."""
-    data = b"0123456789abcde\n" * 400_000
+    data = (b"x" * 4095 + b"\n") * 1600
     with transport.stream(["sh", "-c", f"head -c {len(data)}"], data) as stream:
         assert sum(len(line) + 1 for line in stream) == len(data)
         assert stream.returncode == 0

@@ -1,8 +1,9 @@
 """A training without TensorFlow, for tests of everything around it: binds its port, prints steps, saves, ends.
 
-What it does is told by files in the folder `--control`, so that a test decides when something happens:
-`finish` ends it well, `exit-worker-0` holds the exit code with which that TF task ends, and while `deaf-worker-1` is
-there that TF task does not listen. Each process leaves a file `pids/<role>-<index>-<pid>` with its start time. Python 3.9, standard library only.
+What it does is told by files in the folder `--control`, so that a test decides when something happens: `finish`
+ends it well, `exit-worker-0` holds the exit code with which that TF task ends, and while `deaf-worker-1` is there
+that TF task does not listen. Each process leaves a file `pids/<role>-<index>-<pid>` with its start time.
+Python 3.9, standard library only.
 """
 
 from __future__ import annotations
@@ -51,11 +52,30 @@ def listen(port: int) -> None:
     threading.Thread(target=accept, daemon=True).start()
 
 
+def block(*entries: tuple[bytes, bytes]) -> bytes:
+    """A block of LevelDB's table format, without a checksum: short entries, one restart point."""
+    rows = b"".join(bytes([0, len(key), len(value)]) + key + value for key, value in entries)
+    return rows + struct.pack("<II", 0, 1)
+
+
+def index_table() -> bytes:
+    """The index of a checkpoint with one shard and one tensor, the global step (8 bytes)."""
+    header, tensor = bytes.fromhex("08011a020801"), bytes.fromhex("080912002808")
+    data = block((b"", header), (b"global_step", tensor))
+    meta = block()
+    index = block((b"global_step", bytes([0, len(data)])))
+    trailer = bytes(5)  # no compression; the checksum
+    meta_at, index_at = len(data) + 5, len(data) + len(meta) + 10
+    handles = bytes([meta_at, len(meta), index_at, len(index)])  # all below 128: varints of one byte
+    footer = handles.ljust(40, b"\0") + struct.pack("<Q", TABLE_MAGIC)
+    return data + trailer + meta + trailer + index + trailer + footer
+
+
 def save(directory: str, step: int) -> None:
     """Leave a checkpoint as TensorFlow does: data first, then the index, then the state file."""
     prefix = f"model.ckpt-{step}"
-    write(os.path.join(directory, f"{prefix}.data-00000-of-00001"), b"weights")
-    write(os.path.join(directory, f"{prefix}.index"), bytes(40) + struct.pack("<Q", TABLE_MAGIC))
+    write(os.path.join(directory, f"{prefix}.data-00000-of-00001"), struct.pack("<q", step))
+    write(os.path.join(directory, f"{prefix}.index"), index_table())
     write(os.path.join(directory, "checkpoint"), f'model_checkpoint_path: "{prefix}"\n'.encode())
 
 
