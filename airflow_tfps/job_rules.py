@@ -114,8 +114,6 @@ def _roles(job: JobSpec, kind: str | None) -> Faults:
             if role not in known:
                 hint = nearest(role, known) or f"; known are {', '.join(known)}"
                 yield f"roles.{role}", f"unknown role{hint} (other names go with in_graph, script or command)"
-        if EVALUATOR in job.roles:
-            yield f"roles.{EVALUATOR}", "a harness program is evaluated by its chief after the last step; remove it"
         if PS not in job.roles:
             yield "roles.ps", "between-graph replication needs a ps, which holds the variables; add ps: 1"
     if all(role in (PS, EVALUATOR) for role in job.roles):

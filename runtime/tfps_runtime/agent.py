@@ -21,6 +21,7 @@ import traceback
 from typing import Any, Optional
 
 from tfps_runtime import core
+from tfps_runtime.checkpoint import latest_checkpoint
 from tfps_runtime.followers import Connection, Followers, integer, seconds
 from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, Launch, prctl
 from tfps_runtime.placeholders import fill, values_for
@@ -393,11 +394,19 @@ class Agent:
             with open(self.paths.result(Task.parse(chief)), encoding="utf-8") as file:
                 return Result.loads(file.read(4 * 1024 * 1024))
         except FileNotFoundError:
-            newest = self.progress[chief].newest
-            return None if newest is None else Result(global_step=newest.global_step)
+            return self._script_result(chief)
         except (ProtocolError, OSError, UnicodeDecodeError) as error:
             sys.stderr.write(f"result of {chief}: {error}\n")
             return None
+
+    def _script_result(self, chief: str) -> Optional[Result]:
+        """What can be said of a script, which writes no result: its last progress and its last checkpoint."""
+        newest, directory = self.progress[chief].newest, self.reservation.checkpoint_dir
+        saved = None if directory is None else latest_checkpoint(directory)
+        if newest is None and saved is None:
+            return None
+        step = newest.global_step if newest is not None else saved.global_step if saved is not None else 0
+        return Result(global_step=step, checkpoint=None if saved is None else saved.prefix)
 
     def _find_listening(self) -> None:
         for name, view in self.state.tasks.items():

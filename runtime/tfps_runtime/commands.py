@@ -40,7 +40,7 @@ from tfps_runtime.protocol import (
     load,
     run_dir,
 )
-from tfps_runtime.reserve import ensure_run_dir, is_held, list_gpus, living, read_lock
+from tfps_runtime.reserve import clear_lock, ensure_run_dir, is_held, list_gpus, living, locks, read_lock
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import put
 
@@ -457,7 +457,7 @@ def stop(request: dict[str, Any]) -> None:
     else:
         found = [
             Paths(record.workdir, TrainingId.parse(record.training), record.host)
-            for _, record in living()
+            for _, record in locks()
             if TrainingId.parse(record.training).key == request.get("key")
             and record.host == request.get("host")
         ]
@@ -469,6 +469,7 @@ def stop(request: dict[str, Any]) -> None:
 def _stop(paths: Paths, request: dict[str, Any]) -> str:
     sock = reach(paths)
     if sock is None and not is_held(paths.lock):
+        clear_lock(paths)
         return str(recall(paths)["state"])
     if sock is not None:
         with sock:

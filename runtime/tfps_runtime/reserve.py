@@ -113,8 +113,8 @@ def read_lock(path: str) -> Optional[LockRecord]:
         return None
 
 
-def living() -> Iterator[tuple[str, LockRecord]]:
-    """Locks of the agents of this user that live on this machine, with what they say."""
+def locks() -> Iterator[tuple[str, LockRecord]]:
+    """Lock files of this user's agents on this machine, of dead ones too, with what they say."""
     try:
         names = sorted(os.listdir(run_dir()))
     except FileNotFoundError:
@@ -123,8 +123,25 @@ def living() -> Iterator[tuple[str, LockRecord]]:
         path = os.path.join(run_dir(), name)
         if name.endswith(".lock") and not name.startswith("gpu-"):
             record = read_lock(path)
-            if record is not None and is_held(path):
+            if record is not None:
                 yield path, record
+
+
+def living() -> Iterator[tuple[str, LockRecord]]:
+    """Locks of the agents of this user that live on this machine, with what they say."""
+    return ((path, record) for path, record in locks() if is_held(path))
+
+
+def clear_lock(paths: Paths) -> None:
+    """Remove the lock and the socket of an agent that was killed; nothing while one lives."""
+    if not os.path.exists(paths.lock):
+        return
+    record = LockRecord(str(paths.training), paths.host, paths.workdir, os.getpid())
+    with contextlib.suppress(RefusedError):
+        lock = Lock.acquire(paths.lock, record)  # so that no new agent of the training comes in between
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(paths.socket)
+        lock.release()
 
 
 # --- ports ---------------------------------------------------------------------------------------------------------

@@ -739,9 +739,12 @@ def test_sparse_gradients_reach_the_rows_they_are_of(train, mode, is_resource):
     training.start_all()
     assert [training.tasks[task].wait() for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
     metrics, steps = training.result.metrics, training.result.global_step
-    assert metrics["row_0"] == metrics["row_3"] == pytest.approx(-steps / 2)
+    # An asynchronous worker's last step may fall into the chief's last save.
+    late = 1 if mode == "async" else 0
+    assert metrics["row_0"] == pytest.approx(-steps / 2, abs=late / 2 + 1e-3)
+    assert metrics["row_3"] == pytest.approx(-steps / 2, abs=late / 2 + 1e-3)
     assert metrics["row_1"] == metrics["row_2"] == 0
-    assert metrics["seen"] == (2 * steps if mode == "sync" else steps)
+    assert abs(metrics["seen"] - (2 * steps if mode == "sync" else steps)) <= late
 
 
 def test_variables_are_spread_by_bytes_and_everything_else_stays(forks, tmp_path):
