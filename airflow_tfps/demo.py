@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,11 +24,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from tfps_runtime.protocol import LockRecord, ProtocolError, run_dir
-
 from airflow_tfps.demo_api import StackError, wait
+from airflow_tfps.demo_home import HOME_VARIABLE, DemoError, alone, empty, runtime, tidy
 from airflow_tfps.demo_hosts import connection_json, read_hosts
-from airflow_tfps.demo_processes import describe, listening, open_ports, processes
+from airflow_tfps.demo_processes import listening, processes
 from airflow_tfps.demo_stack import AirflowStack
 from airflow_tfps.demo_view import View
 from airflow_tfps.errors import TfpsError
@@ -54,15 +51,11 @@ PHASES = {
 }
 """Phase of the run to the task that ends it."""
 RUN_SECS = 600.0
+POLL_SECS = 0.5
 HOSTS_SECS = 30.0
-GRACE_SECS = 5.0
-"""For a training that is still there when the demo ends."""
-HOME_VARIABLE = "TFPS_DEMO_HOME"
-"""In the environment of the SSH hosts' process."""
-
-
-class DemoError(TfpsError):
-    """The demo cannot go on; the message says why and what to do."""
+STOP_SECS = 5.0
+INTERRUPTED = 130
+"""What a shell says of a command that SIGINT ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +124,8 @@ class Demo:
         if self._server is not None:
             self._server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(GRACE_SECS)
-        return left + self._tidy()
+                self._server.wait(STOP_SECS)
+        return left + tidy(self._home, ports=self._ports, strangers=self._strangers)
 
     # --- its parts ------------------------------------------------------------------------------------------------
 
@@ -144,16 +137,13 @@ class Demo:
 
     def _make_room(self) -> None:
         """End what a demo that was killed has left, and empty the home."""
-        self._tidy()
-        # Another program may have the path in its environment, as a shell has in OLDPWD.
+        tidy(self._home)
         self._strangers = set(processes(str(self._home)))
-        for entry in self._home.iterdir():
-            if entry.name != "lock":
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        empty(self._home)
         self._options.out.unlink(missing_ok=True)
 
     def _start_hosts(self) -> None:
-        folder = self._home / "hosts"
+        folder = self._home / "ssh"
         folder.mkdir()
         arguments = [argument for name in HOSTS for argument in ("--host", name)]
         with (folder / "log").open("wb") as log:
@@ -195,21 +185,19 @@ class Demo:
     def _watch(self, stack: AirflowStack, run_id: str) -> str:
         """Show the run until it has ended; returns its state."""
         api, until, seen = stack.api, time.monotonic() + RUN_SECS, dict[str, str | None]()
-        try:
+        with self._view.following():
             while time.monotonic() < until:
                 state = api.run_state(DAG, run_id)
                 for (task, _), now in api.task_states(DAG, run_id).items():
-                    if now != seen.get(task) and now not in (None, "scheduled", "queued"):
-                        self._view.line(f"{task:<20} {now}")
+                    if now is not None and now != seen.get(task):
+                        self._view.task(task, now)
                     seen[task] = now
                 board = api.xcom(DAG, run_id, PHASES["train"], "progress")
                 if isinstance(board, dict):
                     self._view.progress(board)
                 if state in ("success", "failed"):
                     return state
-                time.sleep(0.5)
-        finally:
-            self._view.end_progress()
+                time.sleep(POLL_SECS)
         raise DemoError(f"{DAG} did not end within {RUN_SECS:.0f} s; see {stack.home / 'logs'}")
 
     def _explain(self, stack: AirflowStack, run_id: str) -> NoReturn:
@@ -248,11 +236,11 @@ class Demo:
         ended: dict[str, dict[str, Any]] = {}
         for name in sorted({host for _, host, *_ in handle["tasks"]}):
             workdir = f"{self._hosts[name].home}/.tfps"
-            status = _runtime("status", {"training": training, "host": name, "workdir": workdir})
+            status = runtime("status", {"training": training, "host": name, "workdir": workdir})
             ended.update({task["task"]: task for task in status.get("tasks", [])})
         return [
             {
-                "TF task": task,
+                "task": task,
                 "host": host,
                 "state": ended.get(task, {}).get("state", "?"),
                 "restarts": max(ended.get(task, {}).get("attempt", 1) - 1, 0),
@@ -260,62 +248,9 @@ class Demo:
             for task, host, *_ in handle["tasks"]
         ]
 
-    # --- nothing remains ------------------------------------------------------------------------------------------
-
-    def _tidy(self) -> list[str]:
-        """End servers and trainings of this home, whoever started them; returns what remains."""
-        for mark in (f"{HOME_VARIABLE}={self._home}\0", f"AIRFLOW_HOME={self._home}/"):
-            _kill(mark)
-        for record in _trainings(self._home):
-            request = {"training": record.training, "host": record.host, "workdir": record.workdir}
-            _runtime("stop", {**request, "reason": "the demo ends", "grace_secs": GRACE_SECS})
-        # What the hosts run for us has its home directory there.
-        with contextlib.suppress(TimeoutError):
-            wait(lambda: not processes(f"HOME={self._home}/"), GRACE_SECS, "the hosts' commands")
-        _kill(f"HOME={self._home}/")
-        if _trainings(self._home):
-            _runtime("sweep", {})
-        left = [describe(pid) for pid in processes(str(self._home)) if pid not in self._strangers]
-        left += [f"port {port} is still open" for port in sorted(self._ports & open_ports())]
-        left += [f"the lock of {record.training} on {record.host}" for record in _trainings(self._home)]
-        return left
-
 
 def _conn_id(host: str) -> str:
     return host.replace("-", "_")
-
-
-def _kill(mark: str) -> None:
-    """SIGKILL to every process that has `mark` in its environment, and wait for their ends."""
-    for pid in processes(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        wait(lambda: not processes(mark), GRACE_SECS, "processes to end")
-
-
-def _trainings(home: Path) -> list[LockRecord]:
-    """The locks of trainings whose hosts live below `home`."""
-    found = []
-    for path in Path(run_dir()).glob("*.lock"):
-        with contextlib.suppress(OSError, ProtocolError):
-            record = LockRecord.loads(path.read_text("utf-8"))
-            if Path(record.workdir).is_relative_to(home):
-                found.append(record)
-    return found
-
-
-def _runtime(command: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the on-host runtime here, where all demo hosts are; its last answer, empty if it gave none."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tfps_runtime", command],
-        input=json.dumps(request).encode() + b"\n",
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    lines = done.stdout.splitlines()
-    return dict(json.loads(lines[-1])) if lines else {}
 
 
 def _phases(stack: AirflowStack, run_id: str) -> dict[str, float]:
@@ -371,25 +306,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def alone(home: Path) -> Iterator[None]:
-    """Hold the home's lock. Raises DemoError when another demo does."""
-    home.mkdir(parents=True, exist_ok=True)
-    with (home / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "unknown"
-            raise DemoError(
-                f"another demo runs in {home} (process {pid}): end it with Ctrl-C, or with `kill {pid}`, first"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-
-
 def parse(argv: Sequence[str] | None) -> Options:
     checkout = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(prog="python -m airflow_tfps.demo", description=__doc__.split("\n")[0])
@@ -416,35 +332,39 @@ def parse(argv: Sequence[str] | None) -> Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code."""
     options, view = parse(argv), View()
-    has_result = False
     with Interrupts() as interrupts:
         try:
             with alone(options.home):
-                demo = Demo(options, view)
-                try:
-                    demo.run()
-                    has_result = True
-                    if options.stays:
-                        view.line("Ctrl-C ends it")
-                        signal.pause()
-                    code = 0
-                except KeyboardInterrupt:
-                    code = 0 if has_result else 130
-                except (TfpsError, TimeoutError, OSError) as error:
-                    view.error(str(error))
-                    code = 1
-                finally:
-                    interrupts.is_over = True
-                    with view.phase("Stopping everything"):
-                        left = demo.stop()
-                for one in left:
-                    view.error(f"still there: {one}")
-                if not left:
-                    view.line("nothing is left: no process, no port, no lock")
-                return 1 if left else code
+                return _run(options, view, interrupts)
         except DemoError as error:
             view.error(str(error))
             return 1
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _run(options: Options, view: View, interrupts: Interrupts) -> int:
+    demo, has_result, code = Demo(options, view), False, 0
+    try:
+        demo.run()
+        has_result = True
+        if options.stays:
+            view.line("Ctrl-C ends it")
+            signal.pause()
+    except KeyboardInterrupt:
+        code = 0 if has_result else INTERRUPTED
+    except (TfpsError, TimeoutError, OSError) as error:
+        view.error(str(error))
+        code = 1
+    finally:
+        interrupts.is_over = True
+        with view.phase("Stopping everything"):
+            left = demo.stop()
+    for one in left:
+        view.error(f"still there: {one}")
+    if not left:
+        view.line("nothing is left: no process, no port, no lock")
+    return 1 if left else code
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """What the demo shows: live in a terminal, plain lines elsewhere.
 
 view = View()
-with view.phase("Starting Airflow"): ...
-view.progress(board)            # the training's XCom, again and again
-view.result(result, login)
+with view.phase("Starting Airflow"):
+    ...
+with view.following():
+    view.task("training.train", "deferred")
+    view.progress(board)        # the training's XCom, again and again
+view.result(found)
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ LINE_WIDTH = 100
 
 
 class View:
-    """Writes to standard output. Nothing it is shown makes it fail."""
+    """Writes to standard output."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -36,11 +39,6 @@ class View:
         self._task: TaskID | None = None
         self._said_at = 0.0
         self._said_step: int | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether a person watches."""
-        return self._console.is_terminal
 
     def line(self, text: str, style: str = "") -> None:
         """One line with the time since the start."""
@@ -55,7 +53,7 @@ class View:
     def phase(self, text: str) -> Iterator[None]:
         """Say what is going on, and how long it took when it went well."""
         began = time.monotonic()
-        if self.is_live:
+        if self._console.is_terminal:
             with self._console.status(f"{text} …"):
                 yield
         else:
@@ -63,34 +61,43 @@ class View:
             yield
         self.line(f"{text}: {time.monotonic() - began:.1f} s")
 
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """While a DAG run goes on: a bar below the lines, where one can be drawn."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(30),
+            TextColumn("{task.fields[facts]}"),
+        )
+        with Progress(*columns, console=self._console) as self._bar:
+            self._task = self._bar.add_task("", total=None, facts="")
+            yield
+        self._bar = None
+
+    def task(self, name: str, state: str) -> None:
+        """An Airflow task has come into another state."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=f"{name} {state}")
+        if state == "deferred":
+            self.line(f"{name:<20} deferred: no worker slot is held")
+        elif state not in ("queued", "running", "scheduled"):
+            self.line(f"{name:<20} {state}", style="" if state == "success" else "red")
+
     def progress(self, board: Mapping[str, Any]) -> None:
-        """The training's `progress`: a bar with step, loss and steps/s, or now and then a line."""
+        """The training's `progress`: step, loss and steps/s on the bar, or now and then as a line."""
         step, steps = board.get("global_step"), board.get("steps")
         if not isinstance(step, int) or not isinstance(steps, int):
             return
-        facts = _facts(board)
-        if self.is_live:
-            if self._bar is None:
-                self._bar = Progress(
-                    TextColumn("{task.description}"),
-                    BarColumn(40),
-                    MofNCompleteColumn(),
-                    TextColumn("{task.fields[facts]}"),
-                    console=self._console,
-                )
-                self._task = self._bar.add_task("training", total=steps, facts="")
-                self._bar.start()
-            assert self._task is not None
-            self._bar.update(self._task, completed=min(step, steps), facts=facts)
-        elif step != self._said_step and (time.monotonic() - self._said_at >= LINE_SECS or step >= steps):
+        facts = f"step {step}/{steps}  {_facts(board)}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=steps, completed=min(step, steps), facts=facts)
+        elif step != self._said_step and time.monotonic() - self._said_at >= LINE_SECS:
             self._said_at, self._said_step = time.monotonic(), step
-            self.line(f"training  step {step}/{steps}  {facts}")
-
-    def end_progress(self) -> None:
-        """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            self.line(f"{'':<20} {facts}")
 
     def result(self, found: Mapping[str, Any]) -> None:
         """The summary of `result.json`: the model, the TF tasks, where the time went."""
@@ -100,9 +107,17 @@ class View:
         say(f"global step  {found['global_step']}")
         say(f"checkpoint   {found['host']}:{found['checkpoint']}", soft_wrap=True)
         say()
-        say(_table(("TF task", "host", "state", "restarts"), found["tasks"]))
-        rows = [{"phase": name, "seconds": f"{secs:.1f}"} for name, secs in found["timings"].items()]
-        say(_table(("phase", "seconds"), rows, right=("seconds",)))
+        tasks = Table("TF task", "host", "state", "restarts", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for task in found["tasks"]:
+            tasks.add_row(task["task"], task["host"], task["state"], str(task["restarts"]))
+        say(tasks)
+        say()
+        times = Table("phase", "seconds", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        times.columns[1].justify = "right"
+        for phase, secs in found["timings"].items():
+            times.add_row(phase, f"{secs:.1f}")
+        say(times)
+        say()
 
 
 def _facts(board: Mapping[str, Any]) -> str:
@@ -110,12 +125,3 @@ def _facts(board: Mapping[str, Any]) -> str:
     parts = [f"loss {loss:.4f}"] if isinstance(loss, float) else []
     parts += [f"{rate:.0f} steps/s"] if isinstance(rate, (int, float)) else []
     return "  ".join(parts)
-
-
-def _table(columns: tuple[str, ...], rows: list[dict[str, Any]], right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    return table

@@ -31,6 +31,8 @@ TRAINING_XCOM = "tfps_training"
 """Key of the XCom in which a deferred task says which training it waits for."""
 PROGRESS_XCOM = "progress"
 PROGRESS_SECS = 3.0
+SETTLE_SECS = 3.0
+"""How long a verdict waits for the last `progress` to be written."""
 KILL_PATIENCE_SECS = 60.0
 UNSURE_LEASE_SECS = 30.0
 
@@ -56,6 +58,38 @@ class _HandleTrigger(BaseTrigger):
         return Handle.from_json(self.handle)
 
 
+class Notices:
+    """Writes the XCom `progress` of the trigger's task beside the trigger's own work; best effort.
+
+    Nobody waits for it: at the first request of all its triggers a triggerer builds Airflow's API in its own process,
+    which takes 5 s of CPU, 20 s on a busy machine. Only the newest value is kept for writing. Under `dag.test()` a
+    trigger has no way to write an XCom.
+    """
+
+    def __init__(self, where: Any) -> None:
+        self._where = where
+        self._next: Mapping[str, Any] | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def put(self, value: Mapping[str, Any]) -> None:
+        """Have a value written."""
+        if self._where is None:
+            return
+        self._next = value
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def settle(self, secs: float) -> None:
+        """Wait until the last value is written, for at most `secs`."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=secs)
+
+    async def _write(self) -> None:
+        while self._next is not None:
+            value, self._next = self._next, None
+            await _ask(_xcom_request(self._where, PROGRESS_XCOM, dict(value)))
+
+
 class ReadyTrigger(_HandleTrigger):
     """Waits until every TF task but the chief can be reached from every host.
 
@@ -66,6 +100,7 @@ class ReadyTrigger(_HandleTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from airflow_tfps import follow
         from airflow_tfps.hook import check_probes, probe_request
+        from airflow_tfps.progress import Board
 
         handle = self._handle()
         secs = handle.job.timeouts.ready_secs
@@ -73,6 +108,8 @@ class ReadyTrigger(_HandleTrigger):
         async def probe(host: str) -> tuple[str, dict[str, Any]]:
             return host, await follow.probe(handle, host, probe_request(handle, host, secs), timeout=secs)
 
+        notices = Notices(self.task_instance)
+        notices.put(Board(handle).to_json())
         tasks = [asyncio.create_task(probe(host)) for host in handle.hosts]
         try:
             found = {}
@@ -114,7 +151,7 @@ class TrainingTrigger(_HandleTrigger):
         board = Board(handle)
         events: list[Mapping[str, Any]] = []
         verdict = None
-        sent = 0.0
+        notices, sent = Notices(self.task_instance), 0.0
         messages = follow.follow(handle, lease_secs=handle.job.timeouts.lease_secs)
         try:
             async for message, follower in messages:
@@ -134,7 +171,7 @@ class TrainingTrigger(_HandleTrigger):
                 now = time.monotonic()
                 if verdict is not None or now - sent >= PROGRESS_SECS:
                     sent = now
-                    await self._send_progress(board.to_json(None if verdict is None else verdict.outcome))
+                    notices.put(board.to_json(None if verdict is None else verdict.outcome))
                 if verdict is not None:
                     break
         except TfpsError as error:
@@ -145,14 +182,9 @@ class TrainingTrigger(_HandleTrigger):
             verdict = Verdict(
                 outcome="failed", reason="every host's agent has ended without a result", transient=True
             )
+        await notices.settle(SETTLE_SECS)
         self._has_verdict = True
         yield _event(verdict.to_json())
-
-    async def _send_progress(self, value: Mapping[str, Any]) -> None:
-        """Write the XCom; best effort, since under `dag.test()` a trigger has no way to."""
-        where = self.task_instance
-        if where is not None:
-            await _ask(_xcom_request(where, PROGRESS_XCOM, dict(value)))
 
     async def on_kill(self) -> None:
         """The user ended the task, or the trigger has only moved: ask Airflow, then stop the training or leave it."""

@@ -17,7 +17,7 @@ from paramiko.ssh_exception import IncompatiblePeer
 
 from airflow_tfps.errors import HostNotReadyError, HostUnreachableError, SpecError
 from airflow_tfps.ssh.dial import Line, dial
-from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings, fingerprint
+from airflow_tfps.ssh.settings import Settings, fingerprint
 from airflow_tfps.ssh.wire import DroppedError
 
 FAILURES = (paramiko.SSHException, OSError, EOFError)
@@ -83,13 +83,13 @@ class Connection(paramiko.Transport):
 
 
 def _negotiate(connection: Connection, settings: Settings) -> None:
-    connection.banner_timeout = connection.auth_timeout = HANDSHAKE_SECS
+    connection.banner_timeout = connection.auth_timeout = settings.handshake_secs
     connection.use_compression(settings.compress)
     options = connection.get_security_options()
     options.key_types = settings.key_types()
     if settings.ciphers:
         options.ciphers = settings.ciphers
-    connection.start_client(timeout=HANDSHAKE_SECS)
+    connection.start_client(timeout=settings.handshake_secs)
     key = connection.get_remote_server_key()
     settings.verify(f"{key.get_name()} {key.get_base64()}")
 
@@ -119,6 +119,8 @@ def _authenticate(connection: Connection, settings: Settings) -> None:
     except paramiko.AuthenticationException as error:
         # paramiko uses this class for a lost link and for silence, too; a host that has refused one key
         # before may hang up at the next (`MaxAuthTries`).
-        if time.monotonic() - started >= HANDSHAKE_SECS or (not connection.is_active() and len(tried) < 2):
+        if time.monotonic() - started >= settings.handshake_secs or (
+            not connection.is_active() and len(tried) < 2
+        ):
             raise paramiko.SSHException(str(error)) from error
     raise settings.refused(tried)

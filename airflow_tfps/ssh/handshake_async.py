@@ -14,7 +14,7 @@ import asyncssh
 
 from airflow_tfps.errors import HostKeyError, HostNotReadyError, HostUnreachableError, SpecError, TfpsError
 from airflow_tfps.ssh.dial import Line, dial_async
-from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings, fingerprint, public_text
+from airflow_tfps.ssh.settings import Settings, fingerprint, public_text
 from airflow_tfps.ssh.wire import DroppedError
 
 _ALGORITHMS = {
@@ -36,7 +36,7 @@ async def open_connection(settings: Settings) -> tuple[asyncssh.SSHClientConnect
     client = _Client(settings)
     try:
         options = await asyncio.to_thread(_options, settings)
-        async with asyncio.timeout(HANDSHAKE_SECS):
+        async with asyncio.timeout(settings.handshake_secs):
             connection = await asyncssh.connect(
                 settings.address,
                 settings.port,

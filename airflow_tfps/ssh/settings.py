@@ -92,6 +92,7 @@ class Settings:
     """argv of a command whose standard input and output are the connection."""
     compress: bool = True
     connect_secs: float = CONNECT_SECS
+    handshake_secs: float = HANDSHAKE_SECS
     keepalive_secs: int = KEEPALIVE_SECS
     keepalive_misses: int = KEEPALIVE_MISSES
     ciphers: tuple[str, ...] = ()

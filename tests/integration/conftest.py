@@ -149,7 +149,7 @@ def is_listening(port: int) -> bool:
 def define(monkeypatch) -> Callable[..., Endpoint]:
     """Define an Airflow connection to a host; keywords change it (extra's keys too), None takes a key away."""
 
-    def define(host: DemoHost, name: str = "defined", **changes: object) -> Endpoint:
+    def define(host: DemoHost, /, name: str = "defined", **changes: object) -> Endpoint:
         connection = connection_json(host)
         for key, value in changes.items():
             place = connection if key in {"host", "port", "login", "password"} else connection["extra"]

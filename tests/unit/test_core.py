@@ -463,7 +463,8 @@ def test_progress_after_the_dump_saves_the_task():
 
 def test_a_worker_is_not_stuck_before_the_chief_can_have_started():
     """The chief is started when Airflow has a slot for it, which may be hours later."""
-    history = running(PS, WORKER).at(0.0, Renew(1e6)).at(50 * STALL, Tick())
+    history = History(begin(PS, WORKER)).at(0.5, HARNESS, Renew(1e6)).run(1.0, "ps:0", "worker:1")
+    history.at(50 * STALL, Tick())
     assert not history.of(Dump)
     history.at(50 * STALL, Advanced("worker:1")).at(51 * STALL, Tick())
     assert history.of(Dump) == [Dump("worker:1")]
