@@ -113,17 +113,34 @@ class Handle:
             )
         try:
             base_dir = data.get("base_dir")
+            inventory = Inventory.from_dict(data["inventory"])
+            tasks = tuple(_placed(*row, inventory=inventory) for row in data["tasks"])
+            chief = Task.parse(data["chief"])
+            if not any(placed.task == chief for placed in tasks):
+                raise ValueError(f"the chief {chief} has no place")
+            if not isinstance(data["checkpoint_dir"], str):
+                raise TypeError("checkpoint_dir is not text")
             return cls(
                 training=TrainingId.parse(data["training"]),
                 job=JobSpec.from_dict(data["job"], base_dir=None if base_dir is None else Path(base_dir)),
-                inventory=Inventory.from_dict(data["inventory"]),
-                tasks=tuple(
-                    PlacedTask(task=Task.parse(task), host=host, port=port, gpus=tuple(gpus))
-                    for task, host, port, gpus in data["tasks"]
-                ),
-                chief=Task.parse(data["chief"]),
+                inventory=inventory,
+                tasks=tasks,
+                chief=chief,
                 checkpoint_dir=data["checkpoint_dir"],
                 blobs={str(key): tuple(map(str, blob)) for key, blob in data.get("blobs", {}).items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SpecError("handle", [f"it is damaged: {error}"]) from error
+
+
+def _placed(
+    task: object, host: object, port: object, gpus: Sequence[object], *, inventory: Inventory
+) -> PlacedTask:
+    """One row of a handle's `tasks`. Raises ValueError."""
+    is_port = port is None or (isinstance(port, int) and not isinstance(port, bool))
+    if not isinstance(task, str) or host not in inventory.names or not is_port:
+        raise ValueError(f"no place of a TF task: {[task, host, port]!r:.200}")
+    numbers = tuple(gpu for gpu in gpus if isinstance(gpu, int))
+    if len(numbers) != len(gpus):
+        raise ValueError(f"no GPUs: {gpus!r:.80}")
+    return PlacedTask(task=Task.parse(task), host=str(host), port=port, gpus=numbers)  # type: ignore[arg-type]

@@ -167,7 +167,8 @@ def connect(endpoint: Endpoint) -> Transport:
     """Connect to a host. Blocks; at most MAX_HANDSHAKES at a time get through, the others wait.
 
     A refused or dropped handshake is tried three times. Raises SpecError (the Airflow connection is missing
-    or wrong), HostKeyError, AuthenticationError, HostUnreachableError.
+    or wrong), HostKeyError, AuthenticationError, HostNotReadyError (no algorithm in common),
+    HostUnreachableError.
     """
     if endpoint.ssh_conn_id == LOCAL:
         from airflow_tfps.ssh.local import LocalTransport

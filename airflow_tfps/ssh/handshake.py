@@ -101,7 +101,8 @@ def _authenticate(connection: Connection, settings: Settings) -> None:
     tried: list[str] = []
     started = time.monotonic()
     try:
-        for key in [*paramiko.Agent().get_keys(), *(key.pkey for key in settings.keys)]:
+        agent = paramiko.Agent().get_keys() if settings.look_for_keys else ()
+        for key in [*agent, *(key.pkey for key in settings.keys)]:
             tried.append(fingerprint(f"{key.get_name()} {key.get_base64()}"))
             try:
                 if not connection.auth_publickey(settings.login, key):

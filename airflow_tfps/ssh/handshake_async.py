@@ -78,13 +78,16 @@ class _Client(asyncssh.SSHClient):
 
 def _options(settings: Settings) -> dict[str, Any]:
     keys = [asyncssh.import_private_key(key.text, settings.passphrase) for key in settings.keys]
+    pairs = [
+        key if given.certificate is None else (key, str(given.certificate))
+        for key, given in zip(keys, settings.keys, strict=True)
+    ]
     options: dict[str, Any] = {
         "username": settings.login,
         "password": settings.password,
-        "client_keys": [
-            key if given.certificate is None else (key, str(given.certificate))
-            for key, given in zip(keys, settings.keys, strict=True)
-        ],
+        # An empty list would mean the keys in ~/.ssh to asyncssh, and None no agent.
+        "client_keys": pairs or (() if settings.look_for_keys else None),
+        "agent_path": () if settings.look_for_keys else None,
         "known_hosts": ([], [], []),
         "x509_trusted_certs": None,
         "server_host_key_algs": settings.key_types(),
@@ -117,7 +120,8 @@ def _failure(
         return SpecError(f"connection {settings.conn_id!r}", [f"extra: {error}"])
     if not isinstance(error, (asyncssh.Error, OSError)):
         return None
-    reason = line.explain(str(error) or "connection closed")
+    silence = f"silent for {settings.handshake_secs:g} s" if isinstance(error, TimeoutError) else ""
+    reason = line.explain(str(error) or silence or "connection closed")
     # A host that is silent for long would be so again.
     kind = DroppedError if secs < settings.connect_secs else HostUnreachableError
     return kind(settings.host, f"{settings.where} broke off the handshake: {reason}")

@@ -83,6 +83,10 @@ class Settings:
     passphrase: str | None = field(default=None, repr=False)
     keys: tuple[Key, ...] = ()
     """In the order in which they are offered, after the agent's."""
+    look_for_keys: bool = True
+    """Whether to offer the agent's keys and `~/.ssh/id_*`. (The hook's word is about the files only, but asyncssh
+    uses either both or none.)
+    """
     trusted: tuple[str, ...] = ()
     """Host keys as `type base64`."""
     revoked: tuple[str, ...] = ()
@@ -224,6 +228,7 @@ def _settings(endpoint: Endpoint, hook: SSHHook, extra: Mapping[str, Any]) -> Se
         password=hook.password.strip() if hook.password else None,  # as the hook does
         passphrase=passphrase,
         keys=tuple(_keys(hook, extra, ssh, passphrase)),
+        look_for_keys=hook.look_for_keys,
         trusted=tuple(trusted),
         revoked=tuple(revoked),
         trusted_from=trusted_from,
@@ -258,19 +263,28 @@ def _key(hook: SSHHook, path: Path, passphrase: str | None) -> Key:
         reason = error.strerror if isinstance(error, OSError) else f"{error} Is private_key_passphrase right?"
         raise ValueError(f"extra.key_file: {path}: {reason}") from error
     certificate = path.with_name(f"{path.name}-cert.pub")
-    return Key(text=text, pkey=pkey, certificate=certificate if certificate.is_file() else None)
+    if not certificate.is_file():
+        return Key(text=text, pkey=pkey)
+    pkey.load_certificate(str(certificate))
+    return Key(text=text, pkey=pkey, certificate=certificate)
 
 
 def _proxy(hook: SSHHook, of_extra: str | None, config: Path) -> tuple[str, ...]:
-    """Command line of a proxy: the extra's, else ProxyCommand (which the hook has read), else ProxyJump."""
+    """Command line of a proxy: the extra's, else ProxyCommand of ~/.ssh/config, else its ProxyJump."""
     address, port = str(hook.remote_host), int(hook.port or 22)
     if of_extra:
         values = {"%h": address, "%p": str(port), "%r": str(hook.username), "%%": "%"}
         return tuple(re.sub("%[hpr%]", lambda m: values[m[0]], word) for word in shlex.split(of_extra))
-    if hook.host_proxy_cmd:
-        return tuple(shlex.split(hook.host_proxy_cmd))
-    jump = paramiko.SSHConfig.from_path(config).lookup(address).get("proxyjump") if config.is_file() else None
-    if not jump or jump.lower() == "none":
+    if not config.is_file():
+        return ()
+    # The first value counts, and the connection's are on the command line, as it were: the hook itself would put
+    # port 22 in place of %p, whatever the connection says.
+    first = f"Host *\n  Port {port}\n  User {hook.username}\n"
+    found = paramiko.SSHConfig.from_text(first + config.read_text()).lookup(address)
+    if found.get("proxycommand"):
+        return tuple(shlex.split(found["proxycommand"]))
+    jump = found.get("proxyjump") or "none"
+    if jump.lower() == "none":
         return ()
     # What OpenSSH makes of ProxyJump: the last hop forwards our stream, and is itself reached through the
     # others. BatchMode, since nobody is there to answer a question.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from typing import Any, Optional
 
 from tfps_runtime.protocol import Progress, ProtocolError, dump, load
@@ -47,17 +46,21 @@ class LogFile:
             return False
         temporary = self.path + ".1.tmp"
         try:
-            shutil.copyfile(self.path, temporary)
-            copied = os.stat(temporary).st_size
-            write_file(self._base_path, str(self._base + copied))
+            with open(self.path, "rb") as source, open(temporary, "wb") as target:
+                while chunk := source.read(1024 * 1024):
+                    target.write(chunk)
+                    target.flush()
+                os.truncate(self.path, 0)
+                copied = target.tell()
         except OSError:  # the disk is full: give back what the part before takes
             for path in (temporary, self.path + ".1"):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     os.unlink(path)
             return False
-        os.truncate(self.path, 0)
         os.replace(temporary, self.path + ".1")
         self._base += copied
+        with contextlib.suppress(OSError):
+            write_file(self._base_path, str(self._base))
         return True
 
     def read_lines(self, offset: int, *, is_complete: bool = False) -> tuple[int, list[str]]:

@@ -10,6 +10,7 @@ No database: Airflow reads connections from the environment.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -23,14 +24,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from airflow_tfps.demo_hosts import DemoHost, connection_json, read_hosts
-from airflow_tfps.ssh import Endpoint
+from airflow_tfps.ssh import Completed, Endpoint, connect, connect_async
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
@@ -91,11 +94,15 @@ def demo_host(embedded_hosts) -> DemoHost:
 
 @pytest.fixture(scope="session")
 def sshd_host(tmp_path_factory) -> Iterator[DemoHost]:
-    """OpenSSH's sshd on a loopback port, with an ed25519 and an RSA host key (`host_rsa.pub` beside `key_file`)."""
+    """OpenSSH's sshd on a loopback port.
+
+    Beside `key_file` lie `host_rsa.pub`, a second host key, and `ca_ed25519`, whose user certificates it accepts.
+    """
     if SSHD is None:
         pytest.skip("OpenSSH's sshd is not installed")
     home = tmp_path_factory.mktemp("sshd")
-    for name, kind in (("host_ed25519", "ed25519"), ("host_rsa", "rsa"), ("id_ed25519", "ed25519")):
+    for name in ("host_ed25519", "host_rsa", "id_ed25519", "ca_ed25519"):
+        kind = name.partition("_")[2]
         subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", kind, "-f", str(home / name)], check=True)
     (home / "id_ed25519.pub").rename(home / "authorized_keys")
     if os.geteuid() == 0:
@@ -110,6 +117,7 @@ def sshd_host(tmp_path_factory) -> Iterator[DemoHost]:
         HostKey {home}/host_ed25519
         HostKey {home}/host_rsa
         AuthorizedKeysFile {home}/authorized_keys
+        TrustedUserCAKeys {home}/ca_ed25519.pub
         AuthenticationMethods publickey
         PermitRootLogin prohibit-password
         PidFile none
@@ -231,3 +239,93 @@ def relay() -> Iterator[Callable[..., Relay]]:
             return one, dataclasses.replace(host, port=one.port)
 
         yield make
+
+
+class Sync:
+    """`connect_async` behind the same face as `connect`, so that one test drives both."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._runner = asyncio.Runner()
+        try:
+            self._transport = self._run(connect_async(endpoint))
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def _run(self, awaitable):
+        async def wait():
+            return await awaitable
+
+        return self._runner.run(wait())
+
+    def run(self, argv, stdin=b"", *, timeout=None) -> Completed:
+        return self._run(self._transport.run(argv, stdin, timeout=timeout))
+
+    @contextlib.contextmanager
+    def stream(self, argv, stdin=b"") -> Iterator[SyncStream]:
+        context = self._transport.stream(argv, stdin)
+        stream = self._run(context.__aenter__())
+        try:
+            yield SyncStream(stream, self._run)
+        finally:
+            self._run(context.__aexit__(None, None, None))
+
+    def close(self) -> None:
+        self._run(self._transport.close())
+        self._runner.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+class SyncStream:
+    def __init__(self, stream, run) -> None:
+        self._stream = stream
+        self._run = run
+        self._lines = None
+
+    def __iter__(self) -> Iterator[str]:
+        lines = aiter(self._stream)
+        while True:
+            try:
+                line = self._run(anext(lines))
+            except StopAsyncIteration:
+                return
+            yield line
+
+    def send(self, line: str) -> None:
+        self._run(self._stream.send(line))
+
+    @property
+    def returncode(self):
+        return self._stream.returncode
+
+    @property
+    def stderr(self):
+        return self._stream.stderr
+
+
+@pytest.fixture(params=["demo", "openssh"])
+def host(request) -> DemoHost:
+    return request.getfixturevalue({"demo": "demo_host", "openssh": "sshd_host"}[request.param])
+
+
+@pytest.fixture(params=[connect, Sync], ids=["paramiko", "asyncssh"])
+def open_(request):
+    return request.param
+
+
+@pytest.fixture(params=["demo", "openssh", "local"])
+def endpoint(request, define) -> Endpoint:
+    if request.param == "local":
+        return Endpoint(host="here", ssh_conn_id="local")
+    return define(request.getfixturevalue({"demo": "demo_host", "openssh": "sshd_host"}[request.param]))
+
+
+@pytest.fixture
+def transport(open_, endpoint):
+    with open_(endpoint) as transport:
+        yield transport
