@@ -25,7 +25,7 @@ help:
 setup: $(VENV)/installed
 
 # uv comes out of the same lock; where it cannot install the rest (an index that only pip knows), pip does.
-$(VENV)/installed: $(LOCK) pyproject.toml
+$(VENV)/locked: $(LOCK)
 	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 with venv was found." \
 		"Install one (on Debian: apt-get install python3 python3-venv), or say which: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): some minutes, once"
@@ -34,6 +34,9 @@ $(VENV)/installed: $(LOCK) pyproject.toml
 	@$(PY) -m pip install --quiet --require-hashes --no-deps -r $(VENV)/uv.txt
 	@$(BIN)/uv pip install --quiet --python $(PY) --require-hashes --no-deps --compile-bytecode -r $(LOCK) \
 		|| $(PY) -m pip install --quiet --require-hashes --no-deps -r $(LOCK)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/locked pyproject.toml
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -188,6 +188,10 @@ class AirflowStack:
                 "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
                 "AIRFLOW__CORE__HOSTNAME_CALLABLE": "socket.gethostname",  # the default asks the name server
                 "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
+                # A writer waits for the others; the default of 5 s is too short for a busy machine.
+                "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{self.home}/airflow.db?timeout=60",
+                # How late a worker may notice that a task's process has ended; every deferral waits for it.
+                "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
                 "AIRFLOW__API__HOST": "127.0.0.1",
                 "AIRFLOW__API__PORT": str(self._port),
                 "AIRFLOW__API__BASE_URL": self.url,

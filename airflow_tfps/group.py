@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import TaskGroup
 
 from airflow_tfps.inventory import Inventory
@@ -26,7 +27,7 @@ class TrainingTaskGroup(TaskGroup):
     """`provision >> ready >> train >> teardown`, teardown as Airflow's teardown of the setup `provision`.
 
     Attributes `provision`, `ready`, `train`, `teardown` (and `checkpoint` with `watch_checkpoints`) are the tasks;
-    `output` is train's result.
+    `done` is an empty task after train, on which depends what comes after the group; `output` is train's result.
 
     Args:
         group_id: Name of the group; part of the training's key.
@@ -73,7 +74,10 @@ class TrainingTaskGroup(TaskGroup):
             self.teardown = TeardownClusterOperator(
                 task_id="teardown", handle=self.provision.output, hosts=place, base_dir=str(folder)
             )
-            self.provision >> self.ready >> self.train
+            # Airflow takes a teardown that may fail the run for the only task that counts, and a run whose `train` has
+            # failed for a success: hence one more leaf.
+            self.done = EmptyOperator(task_id="done")
+            self.provision >> self.ready >> self.train >> self.done
             self.train >> self.teardown.as_teardown(setups=self.provision, on_failure_fail_dagrun=True)
             if watch_checkpoints:
                 self.checkpoint = CheckpointSensor(task_id="checkpoint", training=self.provision.output)

@@ -136,11 +136,12 @@ class Handle:
 def _placed(
     task: object, host: object, port: object, gpus: Sequence[object], *, inventory: Inventory
 ) -> PlacedTask:
-    """One row of a handle's `tasks`. Raises ValueError."""
-    is_port = port is None or (isinstance(port, int) and not isinstance(port, bool))
-    if not isinstance(task, str) or host not in inventory.names or not is_port:
-        raise ValueError(f"no place of a TF task: {[task, host, port]!r:.200}")
+    """One row of a handle's `tasks`. Raises ValueError or TypeError."""
+    if isinstance(port, bool) or not isinstance(port, (int, type(None))):
+        raise TypeError(f"no port: {port!r:.80}")
+    if not isinstance(task, str) or not isinstance(host, str) or host not in inventory.names:
+        raise ValueError(f"no place of a TF task: {task!r:.80} on {host!r:.80}")
     numbers = tuple(gpu for gpu in gpus if isinstance(gpu, int))
     if len(numbers) != len(gpus):
         raise ValueError(f"no GPUs: {gpus!r:.80}")
-    return PlacedTask(task=Task.parse(task), host=str(host), port=port, gpus=numbers)  # type: ignore[arg-type]
+    return PlacedTask(task=Task.parse(task), host=host, port=port, gpus=numbers)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RETRIES = 2
 RETRY_DELAY = timedelta(seconds=30)
+"""Both are named parameters of the operators: Airflow looks only those up in `default_args`."""
 QUEUE_POLL_SECS = 10.0
 DEFER_SLACK_SECS = 60.0
 """A trigger keeps its own deadline and says what is missing; Airflow's time-out is the backstop after it."""
@@ -95,11 +96,11 @@ class ProvisionClusterOperator(BaseOperator):
         steps: int | str | None = None,
         mode: str | None = None,
         base_dir: str | None = None,
+        retries: int = RETRIES,
+        retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("retries", RETRIES)
-        kwargs.setdefault("retry_delay", RETRY_DELAY)
-        super().__init__(**kwargs)
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.job = job
         self.hosts = hosts
         self.hparams = hparams
@@ -210,10 +211,15 @@ class TrainOperator(BaseOperator):
     template_fields_renderers = {"handle": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#f7e3c8"
 
-    def __init__(self, *, handle: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("retries", RETRIES)
-        kwargs.setdefault("retry_delay", RETRY_DELAY)
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *,
+        handle: Any,
+        retries: int = RETRIES,
+        retry_delay: timedelta | float = RETRY_DELAY,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.handle = handle
         self._hook: ClusterHook | None = None
 
@@ -237,7 +243,7 @@ class TrainOperator(BaseOperator):
                 except NotReadyError as error:
                     self.log.info("%s", error)
                     self.defer(
-                        trigger=ReadyTrigger(handle=handle.to_json()),
+                        trigger=ReadyTrigger(handle=handle.to_json(), ends_training=True),
                         method_name="launch",
                         timeout=timedelta(seconds=handle.job.timeouts.ready_secs + DEFER_SLACK_SECS),
                     )
@@ -388,11 +394,11 @@ class TeardownClusterOperator(BaseOperator):
         handle: Any = None,
         hosts: str | list[str] | Mapping[str, Any] | Inventory | None = None,
         base_dir: str | None = None,
+        retries: int = RETRIES,
+        retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("retries", RETRIES)
-        kwargs.setdefault("retry_delay", RETRY_DELAY)
-        super().__init__(**kwargs)
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.handle = handle
         self.hosts = hosts
         self.base_dir = base_dir

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from airflow.sdk import BaseSensorOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
-from airflow_tfps.operators import DEFER_SLACK_SECS, TRAIN_IS_OVER, airflow_errors, train_state
+from airflow_tfps.operators import (
+    DEFER_SLACK_SECS,
+    RETRIES,
+    RETRY_DELAY,
+    TRAIN_IS_OVER,
+    airflow_errors,
+    train_state,
+)
 from airflow_tfps.triggers import CheckpointTrigger, ReadyTrigger
 
 if TYPE_CHECKING:
@@ -24,7 +31,8 @@ if TYPE_CHECKING:
 class ClusterReadySensor(BaseSensorOperator):
     """Wait until every TF task of the cluster but the chief listens and can be reached from every host that needs it.
 
-    Fails with the names of what is missing after the job's `ready_secs`, or at once when a TF task has failed.
+    Fails with the names of what is missing after the job's `ready_secs`, or at once when a TF task has failed; then it
+    is not retried.
 
     Args:
         handle: What ProvisionClusterOperator returned.
@@ -34,8 +42,15 @@ class ClusterReadySensor(BaseSensorOperator):
     template_fields_renderers = {"handle": "json"}  # noqa: RUF012  Airflow's form
     ui_color = "#d5f0dc"
 
-    def __init__(self, *, handle: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *,
+        handle: Any,
+        retries: int = RETRIES,
+        retry_delay: timedelta | float = RETRY_DELAY,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.handle = handle
 
     def execute(self, context: Context) -> None:
@@ -56,7 +71,7 @@ class ClusterReadySensor(BaseSensorOperator):
         """Resume with what the trigger found."""
         del context
         if not event.get("ready"):
-            raise AirflowException(str(event.get("reason")))
+            raise AirflowFailException(str(event.get("reason")))
         self.log.info("every TF task is up")
 
 

@@ -383,9 +383,13 @@ class JobSpec:
         if self.start_from == "previous":
             faults.append("start_from: `previous` is not available in this version; name a checkpoint's path")
         if "evaluator" in self.roles and self.program is not None:
-            faults.append("roles.evaluator: a program is evaluated by its chief after the last step; remove it")
+            faults.append(
+                "roles.evaluator: a program is evaluated by its chief after the last step; remove it"
+            )
         if self.replication == "in_graph" and self.program is not None:
-            faults.append("replication: in_graph is not available for a program in this version; use a script")
+            faults.append(
+                "replication: in_graph is not available for a program in this version; use a script"
+            )
         if faults:
             raise SpecError(f"job {self.name}", faults)
 

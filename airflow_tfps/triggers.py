@@ -40,22 +40,80 @@ _kills: set[asyncio.Task[None]] = set()
 """Stops under way: the event loop itself keeps no reference to its tasks."""
 
 
-class _HandleTrigger(BaseTrigger):
-    """A trigger about one training."""
+async def _let_the_task_end(began: float) -> None:
+    """Sleep until a task that was deferred at `began` (monotonic) has ended for the scheduler, too.
 
-    def __init__(self, *, handle: Mapping[str, Any], version: int = 1) -> None:
+    A worker may notice `min_heartbeat_interval` seconds late that the process of a deferred task has ended. If the task
+    is queued again by then, the scheduler takes that old end for the new process's and fails the task (3.3.2,
+    `process_executor_events`).
+    """
+    from airflow.sdk.configuration import conf
+
+    late = conf.getfloat("workers", "min_heartbeat_interval", fallback=5.0) + 1.0
+    await asyncio.sleep(max(began + late - time.monotonic(), 0.0))
+
+
+class _HandleTrigger(BaseTrigger):
+    """A trigger about one training; with `ends_training`, a kill by the user ends that."""
+
+    def __init__(self, *, handle: Mapping[str, Any], ends_training: bool, version: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.handle = dict(handle)
+        self.ends_training = ends_training
         self.version = version
+        self._has_fired = False
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        return name, {"handle": self.handle, "version": self.version}
+        return name, {"handle": self.handle, "ends_training": self.ends_training, "version": self.version}
 
     def _handle(self) -> Handle:
         from airflow_tfps.handle import Handle
 
         return Handle.from_json(self.handle)
+
+    async def on_kill(self) -> None:
+        """The user ended the task, or the trigger has only moved: ask Airflow, then stop the training or leave it."""
+        task = asyncio.get_running_loop().create_task(self._end())
+        _kills.add(task)
+        task.add_done_callback(_kills.discard)
+        await asyncio.shield(task)
+
+    async def _end(self) -> None:
+        from airflow_tfps import follow
+
+        if self._has_fired or not self.ends_training:
+            return
+        handle = self._handle()
+        waits = await self._task_waits_for(str(handle.training))
+        if waits is True:
+            log.info("%s: the trigger has moved, the training goes on", handle.training)
+            return
+        if waits is None:
+            log.warning(
+                "%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS
+            )
+            await follow.shorten_lease(handle, UNSURE_LEASE_SECS)
+            return
+        log.info("%s: stopping, because the task was ended by the user", handle.training)
+        errors = await follow.stop(
+            handle, "the Airflow task was ended by the user", patience_secs=KILL_PATIENCE_SECS
+        )
+        for host, error in errors.items():
+            log.error("%s: could not be stopped, its lease will end it: %s", host, error)
+
+    async def _task_waits_for(self, training: str) -> bool | None:
+        """Whether the task is still deferred for this very training; None when Airflow does not say."""
+        where = self.task_instance
+        if where is None:
+            return None
+        state = await _task_state(where, where.task_id)
+        if state == UNKNOWN_STATE:
+            return None
+        if state != "deferred":
+            return False
+        said = await _ask(_xcom_request(where, TRAINING_XCOM))
+        return getattr(said, "value", None) == training
 
 
 class Notices:
@@ -93,15 +151,19 @@ class Notices:
 class ReadyTrigger(_HandleTrigger):
     """Waits until every TF task but the chief can be reached from every host.
 
-    One event: `{"ready": true}` or `{"ready": false, "reason": …}`. Never stops anything: a sensor may be cleared while
-    the training goes on.
+    One event: `{"ready": true}` or `{"ready": false, "reason": …}`. For a sensor it never stops anything: that may be
+    cleared while the training goes on.
     """
+
+    def __init__(self, *, handle: Mapping[str, Any], ends_training: bool = False, version: int = 1) -> None:
+        super().__init__(handle=handle, ends_training=ends_training, version=version)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from airflow_tfps import follow
         from airflow_tfps.hook import check_probes, probe_request
         from airflow_tfps.progress import Board
 
+        began = time.monotonic()
         handle = self._handle()
         secs = handle.job.timeouts.ready_secs
 
@@ -125,6 +187,8 @@ class ReadyTrigger(_HandleTrigger):
         finally:
             for task in tasks:
                 task.cancel()
+        await _let_the_task_end(began)
+        self._has_fired = True
         yield _event(event)
 
 
@@ -135,9 +199,8 @@ class TrainingTrigger(_HandleTrigger):
     the triggerer, and a bounded XCom `progress` is kept up to date. A kill by the user stops the training on all hosts.
     """
 
-    def __init__(self, *, handle: Mapping[str, Any], version: int = 1) -> None:
-        super().__init__(handle=handle, version=version)
-        self._has_verdict = False
+    def __init__(self, *, handle: Mapping[str, Any], ends_training: bool = True, version: int = 1) -> None:
+        super().__init__(handle=handle, ends_training=ends_training, version=version)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from tfps_runtime.protocol import Kind
@@ -146,6 +209,7 @@ class TrainingTrigger(_HandleTrigger):
         from airflow_tfps.judge import UNREACHABLE, Verdict, judge
         from airflow_tfps.progress import Board
 
+        began = time.monotonic()
         handle = self._handle()
         rules = _rules(handle)
         board = Board(handle)
@@ -183,51 +247,9 @@ class TrainingTrigger(_HandleTrigger):
                 outcome="failed", reason="every host's agent has ended without a result", transient=True
             )
         await notices.settle(SETTLE_SECS)
-        self._has_verdict = True
+        await _let_the_task_end(began)
+        self._has_fired = True
         yield _event(verdict.to_json())
-
-    async def on_kill(self) -> None:
-        """The user ended the task, or the trigger has only moved: ask Airflow, then stop the training or leave it."""
-        task = asyncio.get_running_loop().create_task(self._end())
-        _kills.add(task)
-        task.add_done_callback(_kills.discard)
-        await asyncio.shield(task)
-
-    async def _end(self) -> None:
-        from airflow_tfps import follow
-
-        if self._has_verdict:
-            return
-        handle = self._handle()
-        waits = await self._task_waits_for(str(handle.training))
-        if waits is True:
-            log.info("%s: the trigger has moved, the training goes on", handle.training)
-            return
-        if waits is None:
-            log.warning(
-                "%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS
-            )
-            await follow.shorten_lease(handle, UNSURE_LEASE_SECS)
-            return
-        log.info("%s: stopping, because the task was ended by the user", handle.training)
-        errors = await follow.stop(
-            handle, "the Airflow task was ended by the user", patience_secs=KILL_PATIENCE_SECS
-        )
-        for host, error in errors.items():
-            log.error("%s: could not be stopped, its lease will end it: %s", host, error)
-
-    async def _task_waits_for(self, training: str) -> bool | None:
-        """Whether the task is still deferred for this very training; None when Airflow does not say."""
-        where = self.task_instance
-        if where is None:
-            return None
-        state = await _task_state(where, where.task_id)
-        if state == UNKNOWN_STATE:
-            return None
-        if state != "deferred":
-            return False
-        said = await _ask(_xcom_request(where, TRAINING_XCOM))
-        return getattr(said, "value", None) == training
 
 
 class QueueTrigger(BaseTrigger):
@@ -376,6 +398,7 @@ class CheckpointTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from airflow_tfps.watch import watch
 
+        began = time.monotonic()
         waiting = asyncio.create_task(self._first(watch))
         try:
             while True:
@@ -406,6 +429,7 @@ class CheckpointTrigger(BaseTrigger):
             event = {"checkpoint": None, "reason": str(error), "transient": error.transient}
         finally:
             waiting.cancel()
+        await _let_the_task_end(began)
         yield _event(event)
 
     async def _first(self, watch: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from live import until
-
 from tfps_runtime.checkpoint import latest_checkpoint
 from tfps_runtime.reserve import read_lock
 

@@ -149,9 +149,9 @@ def test_large_output_on_both_pipes_and_unread_input_do_not_block(transport):
 def test_silent_command_is_given_up_and_the_connection_stays(transport):
     """`timeout` bounds a command, says which host did not answer, and leaves the connection usable."""
     with pytest.raises(
-        HostUnreachableError, match=r"(here|defined): 'sleep 60' did not answer within 0.3 s"
+        HostUnreachableError, match=r"(here|defined): 'sleep 10' did not answer within 0.3 s"
     ) as info:
-        transport.run(["sleep", "60"], timeout=0.3)
+        transport.run(["sleep", "10"], timeout=0.3)
     assert info.value.transient
     assert transport.run(["echo", "on"], timeout=30).stdout == b"on\n"
 
@@ -282,7 +282,7 @@ def test_nobody_reads_what_is_sent_to_a_command_that_has_ended(transport, wait_u
 def test_cut_connection_is_never_success(open_, host, define, relay):
     """A link that breaks while a command runs is an error that a retry can mend, in run and in stream."""
     link, behind = relay(host)
-    with open_(define(behind)) as transport, transport.stream(["sh", "-c", "echo up; sleep 60"]) as stream:
+    with open_(define(behind)) as transport, transport.stream(["sh", "-c", "echo up; exec cat"]) as stream:
         lines = iter(stream)
         assert next(lines) == "up"
         link.cut()
@@ -300,7 +300,7 @@ def test_killed_session_of_sshd_is_never_success(open_, sshd_host, define):
     """When the host's side of the session dies, the command's exit is unknown and said to be so."""
     with (
         open_(define(sshd_host)) as transport,
-        transport.stream(["sh", "-c", "echo $PPID; sleep 60"]) as stream,
+        transport.stream(["sh", "-c", "echo $PPID; exec cat"]) as stream,
     ):
         lines = iter(stream)
         os.kill(int(next(lines)), 9)
@@ -311,10 +311,10 @@ def test_killed_session_of_sshd_is_never_success(open_, sshd_host, define):
 def test_closing_the_transport_ends_a_running_command(endpoint, define, demo_host):
     """A task's on_kill closes the connection from another thread; the blocked call must return, as an error."""
     transport = connect(define(demo_host))
-    with transport.stream(["sh", "-c", "echo up; sleep 60"]) as stream:
+    with transport.stream(["sh", "-c", "echo up; exec cat"]) as stream:
         assert next(iter(stream)) == "up"
         closer = threading.Timer(0.1, transport.close)
         closer.start()
         with pytest.raises(HostUnreachableError):
-            transport.run(["sleep", "60"], timeout=30)
+            transport.run(["sleep", "10"], timeout=30)
         closer.join()

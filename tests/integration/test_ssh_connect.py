@@ -320,7 +320,7 @@ def test_killed_proxy_is_a_lost_connection(open_, host, define, user_home, netca
     """A proxy that dies under a running command is noticed at once."""
     command, record = netcat
     endpoint = define(host, host_proxy_cmd=command)
-    with open_(endpoint) as transport, transport.stream(["sh", "-c", "echo up; sleep 60"]) as stream:
+    with open_(endpoint) as transport, transport.stream(["sh", "-c", "echo up; exec cat"]) as stream:
         lines = iter(stream)
         assert next(lines) == "up"
         os.kill(int(record.read_text().split()[0]), 9)
