@@ -15,10 +15,11 @@ import httpx
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 POLL_SECS = 0.2
+LOCKED_SECS = 30.0
 
 
 class StackError(TfpsError):
@@ -40,10 +41,16 @@ class Api:
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """One call below /api/v2; the parsed answer, None when there is none."""
-        answer = self._client.request(method, f"/api/v2{path}", json=body)
+        answer = self._send(method, path, body)
         if answer.is_error:
             raise StackError(f"{method} {path}: {answer.status_code} {answer.text[:1000]}")
         return answer.json() if answer.content else None
+
+    def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        try:
+            return self._client.request(method, f"/api/v2{path}", json=body)
+        except httpx.HTTPError as error:
+            raise StackError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from error
 
     def get(self, path: str) -> Any:
         return self.request("GET", path)
@@ -72,7 +79,7 @@ class Api:
     ) -> Any:
         """A task's XCom, None if there is none."""
         path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}"
-        answer = self._client.get(f"/api/v2{path}?map_index={map_index}&deserialize=true")
+        answer = self._send("GET", f"{path}?map_index={map_index}&deserialize=true")
         if answer.status_code == 404:
             return None
         if answer.is_error:
@@ -115,16 +122,26 @@ class Api:
     def log(
         self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1
     ) -> list[str]:
-        """The messages of a task's log, its triggers' among them, without Airflow's header."""
+        """The messages of a task's log, errors and its triggers' among them, without Airflow's header."""
         path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/logs/{try_number}"
         content = self.get(f"{path}?full_content=true&map_index={map_index}")["content"]
-        lines = [str(line["event"]) if isinstance(line, dict) else str(line) for line in content]
+        lines = [message for line in content for message in _messages(line)]
         end = lines.index("::endgroup::") + 1 if "::endgroup::" in lines else 0
         return lines[end:]
 
     def wait(self, condition: Callable[[], T], secs: float, what: str = "") -> T:
         """See `wait`."""
         return wait(condition, secs, what)
+
+
+def _messages(line: Any) -> Iterator[str]:
+    """What a line of a log says; an exception stands beside the message."""
+    if not isinstance(line, dict):
+        yield str(line)
+        return
+    yield str(line["event"])
+    for error in line.get("error_detail") or ():
+        yield from f"{error['exc_type']}: {error['exc_value']}".splitlines()
 
 
 def wait(condition: Callable[[], T], secs: float, what: str = "") -> T:

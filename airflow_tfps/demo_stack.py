@@ -188,10 +188,8 @@ class AirflowStack:
                 "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
                 "AIRFLOW__CORE__HOSTNAME_CALLABLE": "socket.gethostname",  # the default asks the name server
                 "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
-                # A writer waits for the others; the default of 5 s is too short for a busy machine.
-                "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{self.home}/airflow.db?timeout=60",
                 # How late a worker may notice that a task's process has ended; every deferral waits for it.
-                "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
+                "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
                 "AIRFLOW__API__HOST": "127.0.0.1",
                 "AIRFLOW__API__PORT": str(self._port),
                 "AIRFLOW__API__BASE_URL": self.url,
@@ -215,15 +213,18 @@ class AirflowStack:
         return [self._python, "-m", "airflow", *args]
 
     def _migrate(self) -> None:
-        done = subprocess.run(
-            self._argv("db", "migrate"),
-            env=self._env,
-            cwd=self.home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=MIGRATE_SECS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                self._argv("db", "migrate"),
+                env=self._env,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=MIGRATE_SECS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise StackError(f"`airflow db migrate` took more than {MIGRATE_SECS:.0f} s") from None
         if done.returncode != 0:
             said = (done.stdout + done.stderr).decode("utf-8", "replace")
             raise StackError(f"`airflow db migrate` ended with exit code {done.returncode}:\n{said[-4000:]}")

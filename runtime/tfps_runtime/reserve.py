@@ -42,10 +42,12 @@ def write_file(path: str, text: str) -> None:
     temporary = f"{path}.{os.getpid()}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-    os.replace(temporary, path)
+        with open(fd, "wb") as file:
+            file.write(text.encode())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 # --- the agent's lock ----------------------------------------------------------------------------------------------
@@ -197,8 +199,12 @@ def hold_ports(names: Sequence[str], ports: Sequence[int], salt: str) -> dict[st
 
     Trainings begin their search at different places, so that two of them rarely try the same port.
     """
-    first, last = ports[0], ports[-1]
+    if len(ports) != 2 or not 0 < ports[0] <= ports[1] < 65536:
+        raise RefusedError("bad_request", f"not a range of ports: {list(ports)}")
+    first, last = ports
     count = last - first + 1
+    if count < len(names):
+        raise RefusedError("port", f"{len(names)} ports are needed, {first}-{last} has {count}")
     held: dict[str, Port] = {}
     offset = zlib.crc32(salt.encode()) % count
     for i in range(count):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HOSTS = ("gpu_a", "gpu_b", "gpu_c")
-SIDE_BY_SIDE = int(os.environ.get("TFPS_LIVE_CASES", "5"))
+SIDE_BY_SIDE = int(os.environ.get("TFPS_LIVE_CASES", "4"))
 HERE = Path(__file__).parent
 
 COMPONENTS = {

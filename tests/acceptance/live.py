@@ -42,11 +42,12 @@ Process = tuple[int, int]
 """Pid and start time: names a process for good."""
 
 
-def until(condition: Callable[[], T], secs: float = SECS, what: str = "") -> T:
+def until(condition: Callable[[], T], secs: float = SECS, what: str | Callable[[], object] = "") -> T:
     """Poll until `condition` returns something true, and return it."""
     deadline = time.monotonic() + secs
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {secs:g} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {secs:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(POLL_SECS)
     return found
 
@@ -109,14 +110,19 @@ class Run:
         def reached() -> str | None:
             found = self.state(task, index)
             if found in ("failed", "upstream_failed") and found not in states:
-                raise AssertionError(f"{task} is {found}:\n" + "\n".join(self.log(task, index=index)[-40:]))
+                log = "\n".join(self.log(task, index=index)[-40:])
+                raise AssertionError(f"{task} is {found}: {self.states()}\n{log}")
             return found if found in states else None
 
-        return until(reached, secs, f"{task} of {self.dag_id} {states}; last states: {self.states()}")
+        return until(reached, secs, lambda: f"{task} of {self.dag_id} {states}: {self.states()}")
 
     def until_over(self, *, state: str | None = None, secs: float = SECS) -> str:
         """Wait until the run has ended; its state, which must be `state` when that is given."""
-        until(lambda: self.run_state() in ("success", "failed"), secs, f"{self.dag_id} ends: {self.states()}")
+        until(
+            lambda: self.run_state() in ("success", "failed"),
+            secs,
+            lambda: f"{self.dag_id} ends: {self.states()}",
+        )
         found = self.run_state()
         assert state in (None, found), f"the run is {found}: {self.states()}"
         return found
@@ -127,7 +133,9 @@ class Run:
     def log(self, task: str, attempt: int | None = None, index: int = -1) -> list[str]:
         """The task's log of a try, by default the newest."""
         attempt = self.task(task, index)["try_number"] if attempt is None else attempt
-        return self.api.log(self.dag_id, self.run_id, f"{self.group}.{task}", max(attempt, 1), index)
+        if attempt == 0:  # it never ran
+            return []
+        return self.api.log(self.dag_id, self.run_id, f"{self.group}.{task}", attempt, index)
 
     def log_files(self, task: str) -> list[str]:
         """The lines of the task's log files as they lie on disk: Airflow's API leaves repeated lines out."""
@@ -220,7 +228,7 @@ class Run:
                 return None
             return None if other_than is not None and training.id == other_than.id else training
 
-        return until(found, secs, f"the training of {self.dag_id}; {self.states()}")
+        return until(found, secs, lambda: f"the training of {self.dag_id}: {self.states()}")
 
     def until_step(self, training: Training, step: int) -> None:
         """Wait until the chief of this incarnation has done a global step."""
@@ -267,7 +275,7 @@ class Live:
     def __init__(self, stack: AirflowStack, hosts: Mapping[str, DemoHost], folder: Path) -> None:
         self.stack = stack
         self.hosts = hosts
-        self._folder = folder
+        self.folder = folder
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self.runs: list[Run] = []
@@ -288,7 +296,7 @@ class Live:
         """Trigger a run; its training is told `tell` from the start."""
         with self._lock:
             number = next(self._numbers)
-        control = self._folder / f"run-{number}"
+        control = self.folder / f"run-{number}"
         control.mkdir()
         first = FIRST_PORT + number * PORTS_PER_RUN
         mine = range(first, first + PORTS_PER_RUN) if ports is None else ports

@@ -5,6 +5,7 @@ The demo runs as a process in a home of its own.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -54,6 +56,8 @@ class Running:
             stdout=writer,
             stderr=writer,
             start_new_session=True,
+            # Only from its controlling terminal does Ctrl-C reach a process; nothing here has threads yet.
+            preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if on_terminal else None,  # noqa: PLW1509
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
         )
         os.close(writer)

@@ -28,7 +28,8 @@ import pytest
 
 import tfps_runtime
 from airflow_tfps.deploy import build_runtime
-from tfps_runtime.protocol import Paths, Task, TrainingId
+from tfps_runtime import commands
+from tfps_runtime.protocol import Paths, RefusedError, Task, TrainingId
 from tfps_runtime.reserve import is_held, read_lock
 
 RUNTIME = Path(tfps_runtime.__file__).parents[1]
@@ -158,6 +159,8 @@ class Host:
             "TFPS_TEST": self.mark.partition("=")[2],
         }
         self.argv = [sys.executable, "-m", "tfps_runtime"]
+        self.has_commands = False
+        """Whether trainings are spoken to by commands, as from afar, and not by this process."""
         self.trainings: list[Training] = []
         self.script = workdir / "standin.py"
         self.script.write_text(STAND_IN)
@@ -239,6 +242,19 @@ class Training:
             cluster.setdefault(Task.parse(name).role, []).append(f"127.0.0.1:{self.ports[name]}")
         return cluster
 
+    def tell(self, command: str, **more) -> dict:
+        """What the on-host command would tell the agent, without starting an interpreter for it. Raises Refused."""
+        if self.host.has_commands:
+            return self.host.ask(command, {**self.request, **more})
+        try:
+            if command == "status":
+                return commands.look(self.paths)
+            if command == "stop":
+                return {"stopped": {str(self.id): commands._stop(self.paths, more)}}
+            return commands.ask(self.paths, {"command": command, **more})
+        except RefusedError as error:
+            raise Refused(error.to_json()) from None
+
     def start(self, *args: str, program: dict | None = None, lease_secs: float = 60.0, **more) -> Training:
         request = {
             "training": str(self.id),
@@ -248,11 +264,11 @@ class Training:
             "checkpoint": {"directory": str(self.host.workdir / "ckpt")},
             **more,
         }
-        self.host.ask("start", {**self.request, "request": request, "lease_secs": lease_secs})
+        self.tell("start", request=request, lease_secs=lease_secs)
         return self
 
     def launch(self, task: str = "worker:0") -> Training:
-        self.host.ask("launch", {**self.request, "task": task})
+        self.tell("launch", task=task)
         return self
 
     def up(self, *tasks: str | dict, args: tuple[str, ...] = (), **more) -> Training:
@@ -265,7 +281,7 @@ class Training:
         return self
 
     def status(self) -> dict:
-        return self.host.ask("status", self.request)
+        return self.tell("status")
 
     def task(self, name: str) -> dict:
         return next((t for t in self.status()["tasks"] if t["task"] == name), {"state": None})
@@ -291,7 +307,7 @@ class Training:
         return [e["state"] for e in self.events() if e["type"] == "training"]
 
     def stop(self, **more) -> str:
-        return self.host.ask("stop", {**self.request, "reason": "the test is over", **more})["stopped"][str(self.id)]
+        return self.tell("stop", reason="the test is over", **more)["stopped"][str(self.id)]
 
     def follow(self, **more) -> Follower:
         return Follower(self.host, {**self.request, **more})
@@ -604,6 +620,7 @@ def test_a_gpu_driver_that_is_broken_is_told(host, gpus, script, said):
 @pytest.mark.parametrize("how", ["module", "pyz"])
 def test_a_training_from_start_to_end(host, how):
     """Reserve, start, probe, launch, follow, result, stop; from the folder and from the one-file runtime."""
+    host.has_commands = True
     if how == "pyz":
         pyz = host.workdir / "tfps.pyz"
         pyz.write_bytes(build_runtime().content)
@@ -923,6 +940,7 @@ def test_a_closed_connection_and_a_hangup_do_not_end_the_agent(training):
 
 def test_what_ignores_sigterm_is_gone_after_the_grace_time(training):
     """With its children, and with theirs that made themselves a session of their own."""
+    training.host.has_commands = True
     training.up("ps:0", "worker:0", args=("ignore_term=worker", "grandchild", "daemon"))
     pids = set(training.host.marked())
     assert len(pids) == 2 + 2 * 3, "agent, nursery, two tasks with two children each"
@@ -1026,7 +1044,7 @@ def test_who_renews_the_lease_and_who_does_not(training):
     follower.send({"renew": 700.0})
     wait_until(lambda: training.status()["lease_secs"] > 600, "the follower renewed it")
     follower.close()
-    training.host.ask("renew", {**training.request, "lease_secs": 100.0})
+    training.tell("renew", lease_secs=100.0)
     before = training.status()["lease_secs"]
     training.host.ask("logs", {**training.request, "task": "ps:0"})
     training.follow().close()
@@ -1280,7 +1298,7 @@ def test_stacks_on_demand(training):
     """`dump` writes the stacks of all threads to the task's log, and the task goes on."""
     training.up("ps:0", "worker:0", args=("pause=0.3",))
     pid = training.task("worker:0")["pid"]
-    training.host.ask("dump", training.request)
+    training.tell("dump")
     wait_until(lambda: "Current thread" in training.log("worker:0"), "the stacks are there")
     assert "standin.py" in training.log("worker:0")
     assert training.task("worker:0")["pid"] == pid

@@ -76,6 +76,7 @@ function chart(title, points) {
   return figure;
 }
 
+const FINAL = new Set(["SUCCEEDED", "FAILED", "STOPPED", "LOST"]);
 const KIND = { SUCCEEDED: "good", RUNNING: "good", FAILED: "bad", LOST: "bad", BACKOFF: "busy", STARTING: "busy", STOPPING: "busy" };
 
 function draw(section, task, progress) {
@@ -113,7 +114,9 @@ function draw(section, task, progress) {
     ...progress.tasks.map((row) => {
       const tr = element("tr");
       tr.append(element("td", row.task), element("td", row.host), element("td", row.gpus.length ? row.gpus.join(", ") : "–"));
-      tr.append(element("td", row.state, KIND[row.state]), element("td", number(row.global_step, 9)), element("td", String(row.restarts)));
+      // The last word comes with the verdict; what still ran then has been stopped since.
+      const state = progress.outcome && !FINAL.has(row.state) ? "STOPPED" : row.state;
+      tr.append(element("td", state, KIND[state]), element("td", number(row.global_step, 9)), element("td", String(row.restarts)));
       return tr;
     }),
   );
