@@ -52,6 +52,8 @@ PHASES = {
 """Phase of the run to the task that ends it."""
 RUN_SECS = 600.0
 POLL_SECS = 0.5
+PATIENCE = 3
+"""How often in a row Airflow may fail to answer."""
 HOSTS_SECS = 30.0
 STOP_SECS = 5.0
 INTERRUPTED = 130
@@ -184,21 +186,33 @@ class Demo:
 
     def _watch(self, stack: AirflowStack, run_id: str) -> str:
         """Show the run until it has ended; returns its state."""
-        api, until, seen = stack.api, time.monotonic() + RUN_SECS, dict[str, str | None]()
+        until, seen, failures = time.monotonic() + RUN_SECS, dict[str, str | None](), 0
         with self._view.following():
             while time.monotonic() < until:
-                state = api.run_state(DAG, run_id)
-                for (task, _), now in api.task_states(DAG, run_id).items():
-                    if now is not None and now != seen.get(task):
-                        self._view.task(task, now)
-                    seen[task] = now
-                board = api.xcom(DAG, run_id, PHASES["train"], "progress")
-                if isinstance(board, dict):
-                    self._view.progress(board)
+                try:
+                    state = self._look(stack, run_id, seen)
+                    failures = 0
+                except StackError:
+                    failures += 1
+                    if failures > PATIENCE:  # a machine that is short of memory may keep it from answering
+                        raise
+                    continue
                 if state in ("success", "failed"):
                     return state
                 time.sleep(POLL_SECS)
         raise DemoError(f"{DAG} did not end within {RUN_SECS:.0f} s; see {stack.home / 'logs'}")
+
+    def _look(self, stack: AirflowStack, run_id: str, seen: dict[str, str | None]) -> str:
+        """Show what has changed since `seen`; the run's state."""
+        state = stack.api.run_state(DAG, run_id)
+        for (task, _), now in stack.api.task_states(DAG, run_id).items():
+            if now is not None and now != seen.get(task):
+                self._view.task(task, now)
+            seen[task] = now
+        board = stack.api.xcom(DAG, run_id, PHASES["train"], "progress")
+        if isinstance(board, dict):
+            self._view.progress(board)
+        return state
 
     def _explain(self, stack: AirflowStack, run_id: str) -> NoReturn:
         """Raise with the end of the log of the task that failed first."""

@@ -47,10 +47,16 @@ class Api:
         return answer.json() if answer.content else None
 
     def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        try:
-            return self._client.request(method, f"/api/v2{path}", json=body)
-        except httpx.HTTPError as error:
-            raise StackError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from error
+        """One request; again while SQLite, which has one writer, is locked: what was refused has been undone."""
+        until = time.monotonic() + LOCKED_SECS
+        while True:
+            try:
+                answer = self._client.request(method, f"/api/v2{path}", json=body)
+            except httpx.HTTPError as error:
+                raise StackError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from error
+            is_locked = answer.status_code == 500 and "Database error" in answer.text
+            if not is_locked or time.monotonic() >= until:
+                return answer
 
     def get(self, path: str) -> Any:
         return self.request("GET", path)

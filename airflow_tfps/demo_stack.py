@@ -1,4 +1,4 @@
-"""Airflow for the demo and the tests: api-server, scheduler, dag-processor and triggerer on one machine.
+"""Airflow for the demo and the tests: API servers, scheduler, dag-processor and triggerer on one machine.
 
 SQLite, LocalExecutor, a home of its own, everything on 127.0.0.1: Airflow's log servers, which listen on all
 addresses, are off, since here the API server reads the log files themselves. Nothing runs on a schedule.
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPONENTS: Mapping[str, Sequence[str]] = {
-    "api-server": ("api-server",),
+    # Two processes: what a user does is logged from within the event loop. That waits there for SQLite's lock while a
+    # task's request, which has the lock, waits for the event loop; after 5 s one fails (3.3.2, `action_logging`).
+    "api-server": ("api-server", "--apps", "core"),
+    "execution-api": ("api-server", "--apps", "execution"),
     "scheduler": ("scheduler", "--skip-serve-logs"),
     "dag-processor": ("dag-processor",),
     "triggerer": ("triggerer", "--skip-serve-logs"),
@@ -50,7 +53,7 @@ TERM_SECS = 15.0
 
 
 class AirflowStack:
-    """The four components, each in a session of its own, with its log in `home/logs-components`.
+    """The components, each in a session of its own, with its log in `home/logs-components`.
 
     All methods block. `start` leaves nothing behind when it fails; `stop` may be called at any time and again.
 
@@ -79,7 +82,7 @@ class AirflowStack:
         self._env: dict[str, str] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._ports: set[int] = set()
-        self._port = 0
+        self._port = self._execution_port = 0
         self._api: Api | None = None
 
     def __enter__(self) -> Self:
@@ -119,7 +122,7 @@ class AirflowStack:
         self._end(processes(self._mark))  # of a run that was killed
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "logs-components").mkdir(exist_ok=True)
-        self._port = free_port()
+        self._port, self._execution_port = free_port(), free_port()
         self._env = self._environment()
         try:
             self._migrate()
@@ -141,9 +144,10 @@ class AirflowStack:
         if self._api is not None:
             self._api.close()
             self._api = None
-        self._ports |= {port for _, port in listening(processes(self._mark))} | ({self._port} - {0})
-        self._end_components([name for name in COMPONENTS if name != "api-server"])
-        self._end_components(["api-server"])  # last, since tasks end through it
+        self._ports |= {port for _, port in listening(processes(self._mark))}
+        servers = ("api-server", "execution-api")
+        self._end_components([name for name in COMPONENTS if name not in servers])
+        self._end_components(servers)  # last, since tasks end through them
         self._end(processes(self._mark))
         left = [describe(pid) for pid in processes(self._mark)]
         left += [f"port {port} is still open" for port in sorted(self._ports & open_ports())]
@@ -187,7 +191,7 @@ class AirflowStack:
                 "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
                 "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
                 "AIRFLOW__CORE__HOSTNAME_CALLABLE": "socket.gethostname",  # the default asks the name server
-                "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
+                "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"http://127.0.0.1:{self._execution_port}/execution/",
                 # How late a worker may notice that a task's process has ended; every deferral waits for it.
                 "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
                 "AIRFLOW__API__HOST": "127.0.0.1",
@@ -234,9 +238,10 @@ class AirflowStack:
 
     def _launch(self, name: str) -> None:
         with self._log(name).open("ab") as output:
+            port = {"AIRFLOW__API__PORT": str(self._execution_port)} if name == "execution-api" else {}
             self._children[name] = subprocess.Popen(
                 self._argv(*COMPONENTS[name]),
-                env=self._env,
+                env=self._env | port,
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -285,6 +290,8 @@ class AirflowStack:
             except (httpx.HTTPError, ValueError):
                 return False
             unhealthy[:] = [k for k, v in report.items() if (v or {}).get("status") != "healthy"]
+            if self._execution_port not in open_ports():
+                unhealthy.append("execution-api")
             return not unhealthy
 
         try:

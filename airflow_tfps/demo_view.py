@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,8 +44,7 @@ class View:
     def line(self, text: str, style: str = "") -> None:
         """One line with the time since the start."""
         at = f"{time.monotonic() - self._began:6.1f} s  "
-        self._console.print(f"[dim]{at}[/]", end="")
-        self._console.print(text, style=style, markup=False, soft_wrap=True)
+        self._console.print(Text.assemble((at, "dim"), (text, style)), soft_wrap=True)
 
     def error(self, text: str) -> None:
         self.line(text, style="red")

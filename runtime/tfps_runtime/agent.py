@@ -235,13 +235,17 @@ class Agent:
         for task, log in self.logs.items():
             if self.state.tasks[task].state.is_alive:
                 log.rotate_if_large()
-        self.followers.push_logs(lambda task: not self.state.tasks[task].state.is_alive)
+        self.followers.push_logs(self._is_over)
         self.followers.beat({"lease_secs": round(self.state.lease_until - time.monotonic(), 1)})
         for connection in self.followers.forget_closed():
             self._forget(connection)
         for connection in self.followers.connections:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
             self.selector.modify(connection.sock, wanted, connection)
+
+    def _is_over(self, task: str) -> bool:
+        """Whether nobody writes to the task's log at present."""
+        return not self.state.tasks[task].state.is_alive
 
     def _forget(self, connection: Connection) -> None:
         # A closed socket cannot be looked up by its descriptor any more.
@@ -464,9 +468,10 @@ class Agent:
         for closed in self.followers.forget_closed():  # the new one may get the descriptor of a closed one
             self._forget(closed)
         with contextlib.suppress(BlockingIOError):
-            sock, _ = self.listener.accept()
-            connection = self.followers.add(sock)
-            self.selector.register(sock, selectors.EVENT_READ, connection)
+            while True:
+                sock, _ = self.listener.accept()
+                connection = self.followers.add(sock)
+                self.selector.register(sock, selectors.EVENT_READ, connection)
 
     def _receive(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -503,7 +508,7 @@ class Agent:
         elif command == "stop":
             grace = message.get("grace_secs")
             stop = core.Stop(str(message.get("reason", "stopped")), None if grace is None else seconds(grace))
-            self.followers.follow(connection, [], {})
+            self.followers.follow(connection, [], {}, self._is_over)
             self.happen(stop)
         elif command == "follow":
             self._follow(connection, message)
@@ -564,7 +569,7 @@ class Agent:
             if file.newest is not None:
                 newest = {k: v for k, v in file.newest.to_json().items() if v is not None}
                 history.append({"type": Kind.PROGRESS, "task": name, "progress": newest})
-        self.followers.follow(connection, history, logs)
+        self.followers.follow(connection, history, logs, self._is_over)
 
     def status(self) -> dict[str, Any]:
         tasks = []

@@ -67,15 +67,25 @@ def paths_of(request: dict[str, Any]) -> Paths:
 
 
 def reach(paths: Paths) -> Optional[socket.socket]:
-    """A connection to the training's agent, or None when it is dead."""
+    """A connection to the training's agent, or None when it is dead. Raises RefusedError(`busy`)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(ANSWER_SECS)
-        sock.connect(paths.socket)
-    except (FileNotFoundError, ConnectionRefusedError):
-        sock.close()
-        return None
-    return sock
+    sock.settimeout(ANSWER_SECS)
+    until = time.monotonic() + ANSWER_SECS
+    while True:
+        try:
+            sock.connect(paths.socket)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            return None
+        except BlockingIOError:  # more clients at once than the agent's backlog holds
+            if time.monotonic() > until:
+                sock.close()
+                raise RefusedError(
+                    "busy", f"the agent of {paths.training} does not answer", transient=True
+                ) from None
+            time.sleep(0.02)
+        else:
+            return sock
 
 
 def lines_of(sock: socket.socket) -> Iterator[dict[str, Any]]:
@@ -256,12 +266,13 @@ def _failure(paths: Paths) -> Optional[str]:
     found = look(paths)
     if not found["is_alive"]:
         return f"the agent on {paths.host} is gone"
+    reasons = {task["task"]: task.get("reason") for task in recall(paths)["tasks"]}
     for task in found["tasks"]:
         if task["state"] == TaskState.FAILED.value:
-            tail = LogFile(paths.log(Task.parse(task["task"]))).tail(15)
-            return "\n".join(
-                [f"{Task.parse(task['task']).at(paths.host)} failed; the end of its log:", *tail]
-            )
+            name = Task.parse(task["task"])
+            said = f"{name.at(paths.host)} failed: {reasons.get(str(name)) or 'the reason is not known'}"
+            tail = LogFile(paths.log(name)).tail(15)
+            return "\n".join([f"{said}; the end of its log:", *tail]) if tail else said
     if found["state"] == TrainingState.FAILED.value:
         return str(found.get("reason") or "the training failed")
     return None
@@ -294,7 +305,9 @@ def recall(paths: Paths) -> dict[str, Any]:
     events = history(paths)
     for event in events:
         if event["type"] == Kind.TASK:
-            tasks[event["task"]] = {k: event[k] for k in ("task", "state", "attempt", "exit") if k in event}
+            tasks[event["task"]] = {
+                k: event[k] for k in ("task", "state", "attempt", "exit", "reason") if k in event
+            }
         elif event["type"] == Kind.TRAINING:
             state, reason = event["state"], event.get("reason")
         elif event["type"] == Kind.RESULT:

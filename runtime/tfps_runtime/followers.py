@@ -108,10 +108,21 @@ class Followers:
         self.connections.append(connection)
         return connection
 
-    def follow(self, connection: Connection, history: Iterable[dict[str, Any]], logs: dict[str, int]) -> None:
-        """Make a connection a follower: `history` first, then whatever comes, and the `logs` from their offsets."""
+    def follow(
+        self,
+        connection: Connection,
+        history: Iterable[dict[str, Any]],
+        logs: dict[str, int],
+        ended: Callable[[str], bool],
+    ) -> None:
+        """Make a connection a follower: `history` first, then whatever comes, and the `logs` from their offsets.
+
+        Before the history comes what there is of the logs: whoever hears of the end may leave.
+        """
         connection.is_follower = True
         connection.logs = dict(logs)
+        for task in logs:
+            self._push(connection, task, is_complete=ended(task), is_all=True)
         for message in history:
             connection.say(message)
         connection.say({"type": Kind.CAUGHT_UP})
@@ -134,23 +145,23 @@ class Followers:
         """
         is_behind = False
         for connection in self.connections:
-            for task in list(connection.logs):
-                offset = connection.logs[task]
-                if connection.is_closed or connection.waiting > PAUSE_BUFFER:
-                    continue
-                log = self._log_of(task)
-                is_more = log.size() > offset
-                while is_more and connection.waiting <= PAUSE_BUFFER:
-                    after, lines = log.read_lines(offset, is_complete=ended(task))
-                    if after == offset:
-                        break
-                    connection.logs[task] = offset = after
-                    connection.say({"type": Kind.LOG, "task": task, "offset": after, "lines": lines})
-                    is_more = log.size() > after
-                    is_behind = is_behind or is_more
-                    if task != all_of:
-                        break
+            for task in connection.logs:
+                is_more = self._push(connection, task, is_complete=ended(task), is_all=task == all_of)
+                is_behind = is_behind or is_more
         return is_behind
+
+    def _push(self, connection: Connection, task: str, *, is_complete: bool, is_all: bool) -> bool:
+        """Send a follower a chunk of a log, or all of it that it takes; whether it took that and there is more."""
+        log, offset = self._log_of(task), connection.logs[task]
+        while not connection.is_closed and connection.waiting <= PAUSE_BUFFER and log.size() > offset:
+            after, lines = log.read_lines(offset, is_complete=is_complete)
+            if after == offset:
+                return False
+            connection.logs[task] = offset = after
+            connection.say({"type": Kind.LOG, "task": task, "offset": after, "lines": lines})
+            if not is_all:
+                return log.size() > after
+        return False
 
     def beat(self, extra: dict[str, Any]) -> None:
         now = time.monotonic()

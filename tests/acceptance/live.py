@@ -137,19 +137,27 @@ class Run:
             return []
         return self.api.log(self.dag_id, self.run_id, f"{self.group}.{task}", attempt, index)
 
-    def log_files(self, task: str) -> list[str]:
-        """The lines of the task's log files as they lie on disk: Airflow's API leaves repeated lines out."""
+    def log_files(self, task: str, attempt: int | None = None, index: int = -1) -> dict[str, list[str]]:
+        """The task's log files as they lie on disk, name to lines: Airflow's API leaves repeated lines out."""
         folder = self.live.stack.home / "logs" / f"dag_id={self.dag_id}" / f"run_id={self.run_id}"
-        files = sorted((folder / f"task_id={self.group}.{task}").glob("attempt=*.log*"))
-        return [json.loads(line)["event"] for file in files for line in file.read_text().splitlines()]
+        folder /= f"task_id={self.group}.{task}"
+        if index >= 0:
+            folder /= f"map_index={index}"
+        files = sorted(folder.glob(f"attempt={'*' if attempt is None else attempt}.log*"))
+        return {f.name: [json.loads(line)["event"] for line in f.read_text().splitlines()] for f in files}
 
     def xcom(self, task: str, key: str = "return_value", index: int = -1) -> Any:
         return self.api.xcom(self.dag_id, self.run_id, f"{self.group}.{task}", key, index)
 
-    def clear(self, *tasks: str, index: int = -1, only_failed: bool = False) -> list[tuple[str, int]]:
-        names = [f"{self.group}.{task}" for task in tasks]
-        chosen = [(name, index) for name in names] if index >= 0 else names
-        return self.api.clear(self.dag_id, self.run_id, chosen, only_failed=only_failed)
+    def clear(
+        self, task: str, index: int = -1, *, only_failed: bool = False, downstream: bool = False
+    ) -> list[tuple[str, int]]:
+        """Clear a task of the group; what will run again."""
+        name = f"{self.group}.{task}"
+        chosen = (name, index) if index >= 0 else name
+        return sorted(
+            self.api.clear(self.dag_id, self.run_id, [chosen], only_failed=only_failed, downstream=downstream)
+        )
 
     def mark(self, task: str, state: str, index: int = -1) -> None:
         self.api.set_task_state(self.dag_id, self.run_id, f"{self.group}.{task}", state, index)
@@ -218,7 +226,7 @@ class Run:
     def until_training(
         self, index: int = -1, *, other_than: Training | None = None, secs: float = SECS
     ) -> Training:
-        """Wait until train is deferred and all three TF tasks of its (another) incarnation live."""
+        """Wait until train is deferred, all three TF tasks of its (another) incarnation live, and it is followed."""
 
         def found() -> Training | None:
             if self.until_state("train", "deferred", index=index) != "deferred":
@@ -226,7 +234,12 @@ class Run:
             training = self.training(index)
             if training is None or len(training.tasks) < 3:
                 return None
-            return None if other_than is not None and training.id == other_than.id else training
+            if other_than is not None and training.id == other_than.id:
+                return None
+            logs = self.log_files("train", self.task("train", index)["try_number"], index)
+            return (
+                training if any("[worker:0@" in line for lines in logs.values() for line in lines) else None
+            )
 
         return until(found, secs, lambda: f"the training of {self.dag_id}: {self.states()}")
 
@@ -290,21 +303,19 @@ class Live:
         *,
         group: str = "training",
         ports: range | None = None,
-        tell: Iterable[str] = (),
+        ports_count: int = PORTS_PER_RUN,
         **params: Any,
     ) -> Run:
-        """Trigger a run; its training is told `tell` from the start."""
+        """Trigger a run, with ports of its own or with `ports`."""
         with self._lock:
             number = next(self._numbers)
         control = self.folder / f"run-{number}"
         control.mkdir()
         first = FIRST_PORT + number * PORTS_PER_RUN
-        mine = range(first, first + PORTS_PER_RUN) if ports is None else ports
+        mine = range(first, first + ports_count) if ports is None else ports
         conf = {"control": str(control), "ports": f"{mine[0]}-{mine[-1]}", **params}
         run_id = self.api.trigger(dag_id, conf)
         run = Run(self, dag_id, run_id, control, mine, group)
-        for name in tell:
-            run.tell(name)
         self.runs.append(run)
         return run
 

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -330,10 +331,7 @@ class Training:
         return next(p for p in children(self.agent) if b"nursery" in Path(f"/proc/{p}/cmdline").read_bytes())
 
     def connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(20)
-        sock.connect(self.paths.socket)
-        return sock
+        return commands.reach(self.paths)
 
     def left(self) -> list[str]:
         """What is still held of the training."""
@@ -553,14 +551,14 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path):
 
 @pytest.fixture
 def gpus(host) -> Callable[[str], None]:
-    """A stand-in for nvidia-smi, with lines `bus, used MiB`, in any order."""
+    """A stand-in for nvidia-smi: lines `bus, used MiB`, in any order, or a script."""
     folder = host.workdir / "nvidia"
     folder.mkdir()
     host.env["PATH"] = f"{folder}:{host.env['PATH']}"
 
     def provide(lines: str) -> None:
         script = folder / "nvidia-smi"
-        script.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n" if "\n" in lines or "," in lines else lines)
+        script.write_text(lines if lines.startswith("#!") else f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
         script.chmod(0o755)
 
     return provide
@@ -636,7 +634,7 @@ def test_a_training_from_start_to_end(host, how):
     training.launch()
     follower = training.follow(logs=["worker:0"])
     follower.wait(lambda m: m.get("task") == "worker:0" and m.get("state") == "SUCCEEDED")
-    assert follower.kind("result") == []
+    assert follower.kind("result")[0]["result"]["global_step"] == 5
     assert training.status()["state"] == "SUCCEEDED"
     assert training.stop() == "SUCCEEDED"
     follower.end()
@@ -644,16 +642,25 @@ def test_a_training_from_start_to_end(host, how):
     assert follower.lines[-1] == "the last word", "also without a newline"
     assert follower.numbers == list(range(1, len(follower.numbers) + 1))
     assert follower.kind("training")[-1]["last"] is True
-    assert training.trainings == ["STARTING", "READY", "RUNNING", "SUCCEEDED", "STOPPING", "SUCCEEDED"]
+    without_ready = [state for state in training.trainings if state != "READY"]  # a worker may be quick to report
+    assert without_ready == ["STARTING", "RUNNING", "SUCCEEDED", "STOPPING", "SUCCEEDED"]
     status = training.status()
     assert (status["is_alive"], status["state"]) == (False, "SUCCEEDED")
     assert training.left() == []
 
 
-def test_what_a_follower_hears_before_the_end_is_the_whole_log(training):
-    """A trigger leaves when it hears of the chief's end: by then every line has been told."""
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_what_a_follower_hears_before_the_end_is_the_whole_log(training, comes):
+    """A trigger leaves when it hears of the chief's end: by then every line has been told, also if it came late."""
     training.reserve("worker:0").start("steps=500", "pause=0")
-    follower = training.launch().follow(logs=["worker:0"])
+    follower = None
+    if comes == "before":
+        follower = training.follow(logs=["worker:0"])
+        follower.wait(lambda m: m["type"] == "caught_up")
+    training.launch()
+    if follower is None:
+        training.wait("worker:0", "SUCCEEDED")
+        follower = training.follow(logs=["worker:0"])
     end = follower.wait(lambda m: m.get("state") == "SUCCEEDED" and m["type"] == "task")
     before = follower.messages[: follower.messages.index(end)]
     lines = [line for m in before if m["type"] == "log" for line in m["lines"]]
@@ -756,8 +763,8 @@ def test_a_command_that_does_not_exist(training):
 @pytest.mark.parametrize("size", [100_000, 400_000])
 def test_a_launch_that_is_too_large_fails_the_task_and_not_the_agent(training, warm, size):
     """Linux takes no variable beyond 128 KiB, the nursery's socket no message beyond its buffer."""
-    training.reserve({"task": "worker:0", "restarts": 0, "warm": warm}, "ps:0")
-    training.start("x" * size).launch()
+    training.reserve({"task": "worker:0", "restarts": 0, "warm": warm, "env": {"LARGE": "x" * size}}, "ps:0")
+    training.start().launch()
     training.wait("ps:0", "RUNNING")
     if size < 128 * 1024:
         training.wait("worker:0", "RUNNING")
@@ -1060,7 +1067,7 @@ def test_following_resumes_from_any_number(training):
     training.wait("worker:0", "SUCCEEDED")
     count = len(training.events())
     for is_over in (False, True):
-        for seen in range(count + 1):
+        for seen in (0, 1, count // 2, count - 1, count):
             follower = training.follow(from_seq=seen)
             follower.wait(lambda m: m["type"] == "caught_up")
             if is_over:
@@ -1070,7 +1077,6 @@ def test_following_resumes_from_any_number(training):
         if not is_over:
             training.stop()
             count = len(training.events())
-    assert training.follow(from_seq=count).end()[-1]["type"] == "gone" or True
 
 
 def test_log_lines_are_told_again_until_they_are_acknowledged(training):
@@ -1081,7 +1087,8 @@ def test_log_lines_are_told_again_until_they_are_acknowledged(training):
     first.send({"ack": {"task": "worker:0", "offset": seen["offset"]}})
     wait_until(lambda: os.path.exists(training.paths.acknowledged), "it is acknowledged")
     first.close(signal.SIGKILL)
-    told = first.lines[: first.lines.index("step 1 loss 1.0") + 1]
+    heard = first.kind("log")
+    told = [line for m in heard[: heard.index(seen) + 1] for line in m["lines"]]
     second = training.follow(logs=["worker:0"])
     second.wait(lambda m: m.get("state") == "SUCCEEDED" and m["type"] == "task")
     second.close()
@@ -1214,9 +1221,9 @@ def test_nonsense_does_not_end_the_agent(training):
                         assert answer["code"] in ("bad_request", "not_found")
                 assert answer["type"] == "status", line
     with training.connect() as client:
-        client.sendall(b"x" * (5 << 20))
-        with contextlib.suppress(ConnectionError):
-            assert client.recv(100) == b"", "a line without an end is cut off"
+        with contextlib.suppress(ConnectionError):  # a line without an end is cut off
+            client.sendall(b"x" * (5 << 20))
+            assert client.recv(100) == b""
     after = training.status()
     assert [(t["task"], t["pid"], t["state"]) for t in after["tasks"]] == [
         (t["task"], t["pid"], t["state"]) for t in before["tasks"]
@@ -1224,8 +1231,8 @@ def test_nonsense_does_not_end_the_agent(training):
     assert after["lease_secs"] <= before["lease_secs"]
 
 
-@pytest.mark.parametrize("request_", [b"", b"nonsense", b"[1]", b"{}", b'{"training": 5}', b'{"training": "x#y"}'])
-@pytest.mark.parametrize("command", ["start", "launch", "renew", "status", "follow", "logs", "dump", "reserve"])
+@pytest.mark.parametrize("request_", [b"", b"[1]", b'{"training": 5, "host": "a", "workdir": "/w"}', b'{"training": "x#y"}'])
+@pytest.mark.parametrize("command", ["start", "status", "follow", "reserve"])
 def test_commands_refuse_nonsense(host, command, request_):
     """One error line and exit code 1; never a traceback."""
     with pytest.raises(Refused) as caught:
@@ -1241,8 +1248,7 @@ def test_progress_is_read_from_a_scripts_log(training):
     follower.close()
     newest = training.task("worker:0")["progress"]
     assert newest["loss"] == pytest.approx(1 / newest["global_step"])
-    assert training.trainings == ["STARTING", "READY", "RUNNING"]
-    training.stop()
+    assert training.trainings[-1] == "RUNNING"
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf", "1e999", "oops"])
@@ -1282,16 +1288,22 @@ def test_the_last_step_of_a_talkative_script_counts(training):
 
 
 def test_a_full_disk_does_not_end_a_training(training):
-    """Events that cannot be written are lost on disk, not for followers, and the tasks live on."""
-    folder = Path(training.paths.directory)
-    folder.mkdir(parents=True)
-    Path(training.paths.events).symlink_to("/dev/full")
-    training.reserve("ps:0", "worker:0").start().launch()
-    follower = training.follow()
-    follower.wait(lambda m: m.get("task") == "worker:0" and m.get("state") == "RUNNING")
+    """Events and progress that cannot be written are lost on disk, not for followers; killed tasks still come back."""
+    training.up("ps:0", "worker:0")
+    follower = training.follow(logs=["worker:0"])
+    agent = training.agent
+    resource.prlimit(agent, resource.RLIMIT_FSIZE, (0, 0))  # from now on every write to a file fails
+    size = os.path.getsize(training.paths.events)
+    for name in ("worker:0", "ps:0"):
+        os.kill(training.task(name)["pid"], signal.SIGKILL)
+        follower.wait(lambda m, n=name: m.get("task") == n and m.get("attempt") == 2 and m["state"] == "RUNNING")
+    follower.wait(lambda m: m["type"] == "log" and m["lines"].count("worker:0 is up"))
+    follower.send({"ack": {"task": "worker:0", "offset": follower.kind("log")[-1]["offset"]}})
     assert training.status()["state"] == "RUNNING"
+    assert training.agent == agent
     follower.close()
     assert follower.numbers == list(range(1, len(follower.numbers) + 1))
+    assert os.path.getsize(training.paths.events) == size
 
 
 def test_stacks_on_demand(training):
@@ -1402,7 +1414,7 @@ def test_probing_ends_at_once_when_a_task_has_failed(training):
     request = {**training.request, "addresses": {"ps:0": f"127.0.0.1:{training.ports['ps:0']}"}, "timeout_secs": 60}
     failed = training.host.ask("probe", request)["failed"]
     assert time.monotonic() - begun < 15
-    assert failed.splitlines()[0] == "ps:0@gpu-a failed; the end of its log:"
+    assert failed.splitlines()[0] == "ps:0@gpu-a failed: exit code 4; the end of its log:"
     assert failed.splitlines()[-1] == "leaving with 4"
 
 
