@@ -32,11 +32,12 @@ def bare_import() -> float:
 
 def first_step(workdir: str) -> tuple[float, float]:
     """Seconds from `ensure` until the chief reports a global step, and those that the nursery's imports took."""
+    from tfps_runtime.protocol import Kind, TrainingId
+
     from airflow_tfps import follow
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.inventory import Inventory
     from airflow_tfps.spec import JobSpec
-    from tfps_runtime.protocol import Kind, TrainingId
 
     host = {"ssh_conn_id": "local", "python": sys.executable, "workdir": workdir, "gpus": 0}
     inventory = Inventory.load({"hosts": {"here": host}})
@@ -75,7 +76,10 @@ def main() -> int:
         for i in range(pairs + 1):
             bare, (launch, nursery) = bare_import(), first_step(workdir)
             note = "warm-up" if i == 0 else f"pair {i}"
-            print(f"{note}: import {bare:.2f} s, ensure to first step {launch:.2f} s (nursery {nursery:.2f} s)", flush=True)
+            print(
+                f"{note}: import {bare:.2f} s, ensure to first step {launch:.2f} s (nursery {nursery:.2f} s)",
+                flush=True,
+            )
             if i:
                 imports.append(bare)
                 launches.append(launch)

@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 import tfps_runtime
-from airflow_tfps.deploy import build_runtime
 from tfps_runtime import commands
 from tfps_runtime.protocol import Paths, RefusedError, Task, TrainingId
 from tfps_runtime.reserve import is_held, read_lock
+
+from airflow_tfps.deploy import build_runtime
 
 RUNTIME = Path(tfps_runtime.__file__).parents[1]
 PORTS = (15000, 19999)
@@ -261,7 +261,12 @@ class Training:
             "training": str(self.id),
             "cluster": self.cluster,
             "chief": "worker:0",
-            "program": {"script": str(self.host.script), "args": args, "progress": PROGRESS, **(program or {})},
+            "program": {
+                "script": str(self.host.script),
+                "args": args,
+                "progress": PROGRESS,
+                **(program or {}),
+            },
             "checkpoint": {"directory": str(self.host.workdir / "ckpt")},
             **more,
         }
@@ -288,7 +293,9 @@ class Training:
         return next((t for t in self.status()["tasks"] if t["task"] == name), {"state": None})
 
     def wait(self, task: str, state: str, secs: float = 20.0) -> dict:
-        return wait_until(lambda: (t := self.event(task, state)) and t, f"{task} is {state}: {self.log(task)}", secs)
+        return wait_until(
+            lambda: (t := self.event(task, state)) and t, f"{task} is {state}: {self.log(task)}", secs
+        )
 
     def event(self, task: str, state: str) -> dict | None:
         """The last event of a task, if it is of this state."""
@@ -428,7 +435,9 @@ def test_reserving_twice_gives_the_same(training):
 
 def test_reserving_from_many_sides_at_once_starts_one_agent(training):
     """Two workers of Airflow may run the same task for a moment."""
-    wanted = json.dumps({**training.request, "tasks": [{"task": "ps:0"}], "ports": PORTS, "lease_secs": 60}).encode()
+    wanted = json.dumps(
+        {**training.request, "tasks": [{"task": "ps:0"}], "ports": PORTS, "lease_secs": 60}
+    ).encode()
     processes = [training.host.popen("reserve") for _ in range(5)]
     answers = []
     for process in processes:
@@ -439,7 +448,9 @@ def test_reserving_from_many_sides_at_once_starts_one_agent(training):
         assert process.returncode == 0, (out, err)
         answers.append(json.loads(out))
     assert all(answer == answers[0] for answer in answers)
-    assert len([p for p in training.host.marked() if b"agent" in Path(f"/proc/{p}/cmdline").read_bytes()]) == 1
+    assert (
+        len([p for p in training.host.marked() if b"agent" in Path(f"/proc/{p}/cmdline").read_bytes()]) == 1
+    )
 
 
 def test_two_trainings_never_share_a_port(host):
@@ -523,7 +534,9 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path):
 
     def run() -> subprocess.CompletedProcess:
         env = {"PYTHONPATH": str(RUNTIME)}
-        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        )
 
     assert not place.exists()
     try:
@@ -586,7 +599,9 @@ def test_two_trainings_get_different_gpus(host, gpus):
     assert one.facts("ps:0")["env"]["CUDA_VISIBLE_DEVICES"] == "-1"
     assert other.facts("worker:0")["env"]["CUDA_VISIBLE_DEVICES"] == "2"
     one.stop()
-    assert host.training().reserve({"task": "worker:0", "gpus": 2}).reservation["gpus"] == {"worker:0": [0, 1]}
+    assert host.training().reserve({"task": "worker:0", "gpus": 2}).reservation["gpus"] == {
+        "worker:0": [0, 1]
+    }
 
 
 def test_a_gpu_that_somebody_uses_is_left_alone(host, gpus):
@@ -601,7 +616,10 @@ def test_a_gpu_that_somebody_uses_is_left_alone(host, gpus):
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("#!/bin/sh\necho no driver >&2; exit 9\n", "no driver"), ("#!/bin/sh\nexec /nonexistent\n", "nvidia-smi")],
+    [
+        ("#!/bin/sh\necho no driver >&2; exit 9\n", "no driver"),
+        ("#!/bin/sh\nexec /nonexistent\n", "nvidia-smi"),
+    ],
 )
 def test_a_gpu_driver_that_is_broken_is_told(host, gpus, script, said):
     """And never taken for a host without GPUs."""
@@ -642,7 +660,9 @@ def test_a_training_from_start_to_end(host, how):
     assert follower.lines[-1] == "the last word", "also without a newline"
     assert follower.numbers == list(range(1, len(follower.numbers) + 1))
     assert follower.kind("training")[-1]["last"] is True
-    without_ready = [state for state in training.trainings if state != "READY"]  # a worker may be quick to report
+    without_ready = [
+        state for state in training.trainings if state != "READY"
+    ]  # a worker may be quick to report
     assert without_ready == ["STARTING", "RUNNING", "SUCCEEDED", "STOPPING", "SUCCEEDED"]
     status = training.status()
     assert (status["is_alive"], status["state"]) == (False, "SUCCEEDED")
@@ -681,7 +701,11 @@ def test_what_a_task_is(training, warm):
     assert facts["cwd"] == training.paths.task_dir(Task("worker", 0))
     log = training.paths.log(Task("worker", 0))
     allowed = {"/dev/null", log}
-    others = [f for f in facts["files"] if f not in allowed and not f.startswith("/proc/") and f != str(training.host.script)]
+    others = [
+        f
+        for f in facts["files"]
+        if f not in allowed and not f.startswith("/proc/") and f != str(training.host.script)
+    ]
     assert others == []
     assert facts["env"]["TF_GRPC_REUSE_PORT"] == "true"
     assert facts["env"]["PYTHONUNBUFFERED"] == "1"
@@ -691,7 +715,17 @@ def test_what_a_task_is(training, warm):
 def test_tf_config_arrives_byte_for_byte(training, warm):
     """No shell and no template touches it, whatever addresses look like."""
     training.reserve("ps:0", {"task": "worker:0", "warm": warm})
-    odd = ["it's", 'a "b"', "$HOME `id` $(id)", "back\\slash", "new\nline\t", "{task}", "ü€😀", "-x --", "%s %d"]
+    odd = [
+        "it's",
+        'a "b"',
+        "$HOME `id` $(id)",
+        "back\\slash",
+        "new\nline\t",
+        "{task}",
+        "ü€😀",
+        "-x --",
+        "%s %d",
+    ]
     cluster = {**training.cluster, "odd": odd}
     training.start(cluster=cluster).launch()
     text = training.facts("worker:0")["tf_config"]
@@ -706,10 +740,22 @@ def test_arguments_and_environment(host, warm):
     training = host.training().reserve(
         {"task": "worker:0", "warm": warm, "env": {"B": "role {task}", "C": "c"}}, env={"A": "a", "B": "job"}
     )
-    args = ("name={job_name}-{task_index}", "json={\"a\": {task_index}}", "unknown={nobody}", "shell=${HOME}", "a b'\"\n")
+    args = (
+        "name={job_name}-{task_index}",
+        'json={"a": {task_index}}',
+        "unknown={nobody}",
+        "shell=${HOME}",
+        "a b'\"\n",
+    )
     training.start(*args, inputs={"train": "/data/x y"}, steps=7).launch()
     facts = training.facts("worker:0")
-    assert facts["argv"] == ["name=worker-0", 'json={"a": 0}', "unknown={nobody}", "shell=${HOME}", "a b'\"\n"]
+    assert facts["argv"] == [
+        "name=worker-0",
+        'json={"a": 0}',
+        "unknown={nobody}",
+        "shell=${HOME}",
+        "a b'\"\n",
+    ]
     assert (facts["env"]["A"], facts["env"]["B"], facts["env"]["C"]) == ("a", "role worker:0", "c")
     assert not {"HTTPS_PROXY", "grpc_proxy"} & set(facts["env"])
     assert facts["env"]["no_proxy"] == "localhost"
@@ -743,7 +789,9 @@ def test_a_command_is_executed_as_it_is(training):
     """Any program; its arguments are filled, its end is its exit."""
     training.reserve({"task": "worker:0", "restarts": 0})
     code = "import os, sys; print('args', sys.argv[1:], os.environ['TF_CONFIG'][:9]); sys.exit(3)"
-    training.start(program={"script": None, "args": [], "command": [sys.executable, "-c", code, "{task}", "$HOME"]})
+    training.start(
+        program={"script": None, "args": [], "command": [sys.executable, "-c", code, "{task}", "$HOME"]}
+    )
     training.launch()
     assert training.wait("worker:0", "FAILED")["exit"] == {"code": 3, "signal": None}
     assert "args ['worker:0', '$HOME'] {\"cluster" in training.log("worker:0")
@@ -820,7 +868,9 @@ def test_random_numbers_with_a_seed_can_be_had_again(host, warm):
     pytest.importorskip("numpy")
     drawn = []
     for _ in range(2):
-        training = host.training().reserve({"task": "worker:0", "warm": warm}, {"task": "worker:1", "warm": warm}, seed=7)
+        training = host.training().reserve(
+            {"task": "worker:0", "warm": warm}, {"task": "worker:1", "warm": warm}, seed=7
+        )
         training.start("numpy").launch()
         facts = [training.facts("worker:0"), training.facts("worker:1")]
         os.kill(facts[1]["pid"], signal.SIGKILL)
@@ -868,16 +918,20 @@ def test_a_task_that_fails_for_good_fails_the_training(training):
 
 def test_when_the_nursery_is_killed_its_tasks_die_and_come_back_uncharged(training):
     """No TF task outlives its nursery; none of them has done anything wrong."""
-    training.up({"task": "ps:0", "restarts": 0}, {"task": "worker:0", "restarts": 0}, {"task": "worker:1", "warm": False})
+    training.up(
+        {"task": "ps:0", "restarts": 0},
+        {"task": "worker:0", "restarts": 0},
+        {"task": "worker:1", "warm": False},
+    )
     before = {t["task"]: t["pid"] for t in training.status()["tasks"]}
     nursery = training.nursery
     os.kill(nursery, signal.SIGKILL)
     wait_until(lambda: not is_running(before["ps:0"]) and not is_running(before["worker:0"]), "they die", 1.0)
     for task in ("ps:0", "worker:0"):
         wait_until(lambda t=task: training.states(t).count("RUNNING") == 2, f"{task} is back")
-        assert [e for e in training.events() if e.get("task") == task and e["state"] == "BACKOFF"][0]["reason"] == (
-            "its nursery was killed"
-        )
+        assert [e for e in training.events() if e.get("task") == task and e["state"] == "BACKOFF"][0][
+            "reason"
+        ] == ("its nursery was killed")
     assert training.nursery != nursery
     assert training.task("worker:1")["pid"] == before["worker:1"], "a spawned one lives on"
 
@@ -917,7 +971,11 @@ def test_when_the_agent_dies_everything_dies_with_it(training, number):
     assert training.follow().end()[-1]["type"] == "gone"
     status = training.status()
     assert (status["state"], status["is_alive"]) == ("LOST", False)
-    assert {t["task"]: t["state"] for t in status["tasks"]} == {"ps:0": "LOST", "worker:0": "LOST", "worker:1": "LOST"}
+    assert {t["task"]: t["state"] for t in status["tasks"]} == {
+        "ps:0": "LOST",
+        "worker:0": "LOST",
+        "worker:1": "LOST",
+    }
     assert training.stop() == "LOST"
     training.host.ask("sweep", {})
 
@@ -955,7 +1013,9 @@ def test_what_ignores_sigterm_is_gone_after_the_grace_time(training):
     assert training.stop(grace_secs=1.0) == "STOPPED"
     assert time.monotonic() - begun < 1.0 + 1.0 + 1.5, "grace + 1 s, and the command's own start"
     assert not [p for p in pids if is_running(p)]
-    assert [e["exit"]["signal"] for e in training.events() if e.get("state") == "STOPPED" and "exit" in e] == [9, 15]
+    assert [
+        e["exit"]["signal"] for e in training.events() if e.get("state") == "STOPPED" and "exit" in e
+    ] == [9, 15]
 
 
 def test_a_stop_lets_tasks_save(training):
@@ -1148,7 +1208,9 @@ def test_a_follower_that_never_reads_holds_up_nobody(training):
         follower = training.follow(logs=["worker:0"])
         follower.wait(lambda m: m["type"] == "log" and "done" in m["lines"])
         follower.close()
-        assert int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{training.agent}/status").read_text())[1]) < 100_000
+        assert (
+            int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{training.agent}/status").read_text())[1]) < 100_000
+        )
     training.stop(grace_secs=0)
 
 
@@ -1220,10 +1282,12 @@ def test_nonsense_does_not_end_the_agent(training):
                     if answer["type"] == "error":
                         assert answer["code"] in ("bad_request", "not_found")
                 assert answer["type"] == "status", line
-    with training.connect() as client:
-        with contextlib.suppress(ConnectionError):  # a line without an end is cut off
-            client.sendall(b"x" * (5 << 20))
-            assert client.recv(100) == b""
+    with (
+        training.connect() as client,
+        contextlib.suppress(ConnectionError),
+    ):  # a line without an end is cut off
+        client.sendall(b"x" * (5 << 20))
+        assert client.recv(100) == b""
     after = training.status()
     assert [(t["task"], t["pid"], t["state"]) for t in after["tasks"]] == [
         (t["task"], t["pid"], t["state"]) for t in before["tasks"]
@@ -1231,7 +1295,9 @@ def test_nonsense_does_not_end_the_agent(training):
     assert after["lease_secs"] <= before["lease_secs"]
 
 
-@pytest.mark.parametrize("request_", [b"", b"[1]", b'{"training": 5, "host": "a", "workdir": "/w"}', b'{"training": "x#y"}'])
+@pytest.mark.parametrize(
+    "request_", [b"", b"[1]", b'{"training": 5, "host": "a", "workdir": "/w"}', b'{"training": "x#y"}']
+)
 @pytest.mark.parametrize("command", ["start", "status", "follow", "reserve"])
 def test_commands_refuse_nonsense(host, command, request_):
     """One error line and exit code 1; never a traceback."""
@@ -1296,7 +1362,9 @@ def test_a_full_disk_does_not_end_a_training(training):
     size = os.path.getsize(training.paths.events)
     for name in ("worker:0", "ps:0"):
         os.kill(training.task(name)["pid"], signal.SIGKILL)
-        follower.wait(lambda m, n=name: m.get("task") == n and m.get("attempt") == 2 and m["state"] == "RUNNING")
+        follower.wait(
+            lambda m, n=name: m.get("task") == n and m.get("attempt") == 2 and m["state"] == "RUNNING"
+        )
     follower.wait(lambda m: m["type"] == "log" and m["lines"].count("worker:0 is up"))
     follower.send({"ack": {"task": "worker:0", "offset": follower.kind("log")[-1]["offset"]}})
     assert training.status()["state"] == "RUNNING"
@@ -1336,10 +1404,16 @@ def test_logs_on_demand(training):
     ("text", "said"),
     [
         (None, "cannot import broken_module: ModuleNotFoundError"),
-        ("raise ImportError('libcuda.so.1 is missing')", "cannot import broken_module: ImportError: libcuda.so.1"),
+        (
+            "raise ImportError('libcuda.so.1 is missing')",
+            "cannot import broken_module: ImportError: libcuda.so.1",
+        ),
         ("import sys; sys.exit(3)", "cannot import broken_module: SystemExit: 3"),
         ("def f(:", "cannot import broken_module: SyntaxError"),
-        ("print('x' * 200_000); raise RuntimeError('late')", "cannot import broken_module: RuntimeError: late"),
+        (
+            "print('x' * 200_000); raise RuntimeError('late')",
+            "cannot import broken_module: RuntimeError: late",
+        ),
     ],
 )
 def test_a_module_that_does_not_import_fails_the_training(host, text, said):
@@ -1352,7 +1426,11 @@ def test_a_module_that_does_not_import_fails_the_training(host, text, said):
     status = training.status()
     assert said in status["reason"]
     assert "broken_module" in Path(training.paths.agent_log).read_text()
-    probe = {**training.request, "addresses": {"ps:0": f"127.0.0.1:{training.ports['ps:0']}"}, "timeout_secs": 20}
+    probe = {
+        **training.request,
+        "addresses": {"ps:0": f"127.0.0.1:{training.ports['ps:0']}"},
+        "timeout_secs": 20,
+    }
     assert said in host.ask("probe", probe)["failed"]
     assert training.stop() == "FAILED"
 
@@ -1384,18 +1462,27 @@ def test_preflight_tells_everything_at_once(host):
     assert (host.workdir / "w").stat().st_mode & 0o777 == 0o700
     (host.workdir / "file").write_text("")
     host.env["http_proxy"] = "http://proxy.example"
-    request = {"workdir": str(host.workdir / "file" / "x"), "preload": ["no_such_module", "json.no.such", "a b"]}
+    request = {
+        "workdir": str(host.workdir / "file" / "x"),
+        "preload": ["no_such_module", "json.no.such", "a b"],
+    }
     bad = host.ask("preflight", request)
     assert len(bad["faults"]) == 4
     assert str(host.workdir / "file") in bad["faults"][0]
-    assert all(name in text for name, text in zip(["no_such_module", "json.no.such", "a b"], bad["faults"][1:], strict=True))
+    assert all(
+        name in text
+        for name, text in zip(["no_such_module", "json.no.such", "a b"], bad["faults"][1:], strict=True)
+    )
     assert bad["proxies"] == ["http_proxy"]
 
 
 def test_preflight_lists_the_living(training):
     """For people who wonder who holds the GPUs."""
     training.reserve("ps:0")
-    assert str(training.id) in training.host.ask("preflight", {"workdir": str(training.host.workdir)})["trainings"]
+    assert (
+        str(training.id)
+        in training.host.ask("preflight", {"workdir": str(training.host.workdir)})["trainings"]
+    )
 
 
 def test_probing_names_what_is_missing(training):
@@ -1411,7 +1498,11 @@ def test_probing_ends_at_once_when_a_task_has_failed(training):
     """Nobody waits five minutes for what cannot come."""
     training.reserve({"task": "ps:0", "restarts": 0}).start("exit=4")
     begun = time.monotonic()
-    request = {**training.request, "addresses": {"ps:0": f"127.0.0.1:{training.ports['ps:0']}"}, "timeout_secs": 60}
+    request = {
+        **training.request,
+        "addresses": {"ps:0": f"127.0.0.1:{training.ports['ps:0']}"},
+        "timeout_secs": 60,
+    }
     failed = training.host.ask("probe", request)["failed"]
     assert time.monotonic() - begun < 15
     assert failed.splitlines()[0] == "ps:0@gpu-a failed: exit code 4; the end of its log:"

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tfps_runtime import commands
+from tfps_runtime.protocol import Paths, Task, TrainingId
+from tfps_runtime.reserve import is_held
 
 from airflow_tfps import follow
 from airflow_tfps.demo_hosts import DemoHost
@@ -35,9 +38,6 @@ from airflow_tfps.hook import ClusterHook
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.judge import UNREACHABLE, Rules, Verdict, judge
 from airflow_tfps.spec import JobSpec
-from tfps_runtime import commands
-from tfps_runtime.protocol import Paths, Task, TrainingId
-from tfps_runtime.reserve import is_held
 
 STAND_IN = textwrap.dedent(
     """
@@ -344,7 +344,11 @@ def test_secrets_reach_the_tasks_and_no_file(lab, hook, monkeypatch):
     monkeypatch.setenv("AIRFLOW_CONN_MINIO", f'{{"conn_type": "http", "password": "{secret}"}}')
     code = "import hashlib, os, time; print(hashlib.sha256(os.environ['S3_KEY'].encode()).hexdigest()); time.sleep(600)"
     job = lab.job(
-        script=None, progress=None, command=[sys.executable, "-c", code], args=[], secrets={"S3_KEY": "conn:minio#password"}
+        script=None,
+        progress=None,
+        command=[sys.executable, "-c", code],
+        args=[],
+        secrets={"S3_KEY": "conn:minio#password"},
     )
     import hashlib
 
@@ -410,7 +414,9 @@ def test_a_new_follower_repeats_no_line_of_the_log(lab, hook):
     assert asyncio.run(second.run()).outcome == "succeeded"
     told = first.lines + second.lines
     assert told[-1] == "step 40"
-    assert len(told) - len(set(told)) <= len(first.messages[-1].get("lines", [])), "but for what was on its way"
+    assert len(told) - len(set(told)) <= len(first.messages[-1].get("lines", [])), (
+        "but for what was on its way"
+    )
     assert set(told) == {"worker:0 is up ", *(f"step {i}" for i in range(1, 41))}
     hook.stop(handle, "the test is over")
 

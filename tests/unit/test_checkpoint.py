@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tfps_runtime.checkpoint import TABLE_MAGIC, complete_checkpoints, latest_checkpoint, read_state, watch
 
 
@@ -50,7 +49,9 @@ def index(tensors: dict[str, tuple[int, int, int]], shards: int = 1) -> bytes:
             handles.append((chunk[-1][0], varint(len(data)) + varint(len(written) - 5)))
             data += written
     meta, table = block([]), block(handles)
-    footer = varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(table) - 5)
+    footer = (
+        varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(table) - 5)
+    )
     return data + meta + table + footer.ljust(40, b"\0") + struct.pack("<Q", TABLE_MAGIC)
 
 
@@ -77,7 +78,10 @@ def save_sharded(directory: Path, step: int) -> Path:
 
 
 def write_state(directory: Path, paths: list[str]) -> None:
-    lines = [f'model_checkpoint_path: "{paths[-1]}"', *(f'all_model_checkpoint_paths: "{path}"' for path in paths)]
+    lines = [
+        f'model_checkpoint_path: "{paths[-1]}"',
+        *(f'all_model_checkpoint_paths: "{path}"' for path in paths),
+    ]
     temporary = directory / "checkpoint.tmp"
     temporary.write_text("\n".join(lines) + "\n")
     temporary.rename(directory / "checkpoint")
@@ -240,7 +244,13 @@ def test_leftovers_of_another_shard_count_do_no_harm(tmp_path):
 def test_files_that_are_no_checkpoints_are_passed_over(tmp_path):
     """Events, graphs, owner files, and an index whose name has no step."""
     save(tmp_path, 8)
-    for name in ("graph.pbtxt", "events.out.tfevents.1.gpu-a", ".tfps-owner", "model.ckpt-8.meta", "best.index"):
+    for name in (
+        "graph.pbtxt",
+        "events.out.tfevents.1.gpu-a",
+        ".tfps-owner",
+        "model.ckpt-8.meta",
+        "best.index",
+    ):
         (tmp_path / name).write_bytes(index(TENSORS))
     (tmp_path / "model.ckpt-9_temp").mkdir()
     assert steps(tmp_path) == [8]
@@ -269,7 +279,14 @@ def test_a_moved_directory_has_the_same_checkpoints(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", "\0\0\0", 'model_checkpoint_path: "', 'xmodel_checkpoint_path: "a"', "model_checkpoint_path: a"],
+    [
+        "",
+        "nonsense",
+        "\0\0\0",
+        'model_checkpoint_path: "',
+        'xmodel_checkpoint_path: "a"',
+        "model_checkpoint_path: a",
+    ],
 )
 def test_a_state_file_that_is_none(tmp_path, text):
     """Torn or written by something else: it says nothing, and nobody falls over."""
@@ -280,7 +297,7 @@ def test_a_state_file_that_is_none(tmp_path, text):
 def test_a_state_file_with_quotes_and_backslashes(tmp_path):
     """Text protocol buffers escape them."""
     (tmp_path / "checkpoint").write_text(r'model_checkpoint_path: "/a/it\'s \"new\"\\-1"' + "\n")
-    assert read_state(str(tmp_path))[0] == str(tmp_path / "it's \"new\"\\-1")
+    assert read_state(str(tmp_path))[0] == str(tmp_path / 'it\'s "new"\\-1')
     (tmp_path / "checkpoint").unlink()
     assert read_state(str(tmp_path)) == (None, [])
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from tfps_runtime.core import (
     DUMP_SECS,
     MAX_BACKOFF_SECS,
@@ -93,7 +92,11 @@ class History:
 
     def states(self, task: str) -> list[str]:
         """States that were told of a task, each once."""
-        told = [t.message["state"] for t in self.of(Tell) if t.message.get("task") == task and "state" in t.message]
+        told = [
+            t.message["state"]
+            for t in self.of(Tell)
+            if t.message.get("task") == task and "state" in t.message
+        ]
         return [state for i, state in enumerate(told) if i == 0 or told[i - 1] != state]
 
     @property
@@ -230,7 +233,9 @@ def test_restarts_that_are_not_charged_are_not_counted():
     history = running(PS, dataclasses.replace(WORKER, restarts=0))
     for attempt in range(10):
         now = 50.0 * (attempt + 1)
-        history.at(now, Exited("worker:1", KILLED, "its nursery was killed", charged=False)).run(now, "worker:1")
+        history.at(now, Exited("worker:1", KILLED, "its nursery was killed", charged=False)).run(
+            now, "worker:1"
+        )
     assert history.task("worker:1").attempt == 11
     assert history.task("worker:1").restarts == 0
 
@@ -272,7 +277,9 @@ def test_back_off_begins_anew_after_a_good_while(mends):
     assert history.task("worker:1").state is TaskState.STARTING, "at once"
 
 
-@pytest.mark.parametrize(("task", "state"), [("ps:0", "FAILED"), ("worker:0", "FAILED"), ("worker:1", "READY")])
+@pytest.mark.parametrize(
+    ("task", "state"), [("ps:0", "FAILED"), ("worker:0", "FAILED"), ("worker:1", "READY")]
+)
 def test_whose_failure_fails_the_training_here(task, state):
     """A ps or the chief; whether it can go on without a worker is not for one host to say."""
     specs = [dataclasses.replace(s, restarts=0) for s in (PS, CHIEF, WORKER)]
@@ -492,7 +499,11 @@ def test_what_never_counts_as_stalled(spec, start):
 def test_a_broken_host_fails_the_training_and_what_was_never_started():
     """A module that does not import: no process will ever come."""
     history = History(begin(PS, CHIEF, WORKER)).at(0.0, HARNESS, Broken("cannot import nonsense"))
-    assert [history.task(t).state.value for t in ("ps:0", "worker:1", "worker:0")] == ["FAILED", "FAILED", "PENDING"]
+    assert [history.task(t).state.value for t in ("ps:0", "worker:1", "worker:0")] == [
+        "FAILED",
+        "FAILED",
+        "PENDING",
+    ]
     assert history.trainings[-1] == "FAILED"
     assert history.reason("ps:0") == "cannot import nonsense"
     history.at(1.0, Launch("worker:0"))

@@ -15,14 +15,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 import tfps_runtime
+from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path
+from tfps_runtime.uploads import put
+
 from airflow_tfps import deploy, remote
 from airflow_tfps.deploy import INSTALL, Blob, blob, blobs_of, build_runtime
 from airflow_tfps.inventory import HostSpec
 from airflow_tfps.spec import JobSpec
-from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path
-from tfps_runtime.uploads import put
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(tfps_runtime.__file__).parent
@@ -47,7 +47,9 @@ def python(request) -> str:
 def run(argv: list[str], stdin: bytes = b"", **keywords) -> subprocess.CompletedProcess:
     """As on a host: nothing of this environment but its PATH."""
     env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(argv, input=stdin, capture_output=True, timeout=60, env=env, check=False, **keywords)
+    return subprocess.run(
+        argv, input=stdin, capture_output=True, timeout=60, env=env, check=False, **keywords
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def test_the_same_sources_give_the_same_bytes_anywhere(tmp_path):
     (copy / "__pycache__" / "core.py").write_bytes(b"strange")
     code = "import sys; from airflow_tfps.deploy import build_runtime as b; r = b(); sys.stdout.buffer.write(r.content)"
     path = os.pathsep.join([str(copy.parent), str(ROOT)])
-    built = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, check=True)
+    built = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, check=True
+    )
     assert built.stdout == build_runtime().content
     assert len(files) > 10
 
@@ -130,7 +134,16 @@ def test_every_module_is_understood_by_old_interpreters(python):
         if path.stem not in ("__main__", "__init__")
     )
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    done = run([python, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(SOURCES.parent)!r}); {code}", *modules])
+    done = run(
+        [
+            python,
+            "-W",
+            "error",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(SOURCES.parent)!r}); {code}",
+            *modules,
+        ]
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert len(modules) > 10
     for path in SOURCES.rglob("*.py"):
@@ -163,8 +176,12 @@ print(len(kinds))
 
 def test_the_runtime_imports_nothing_but_the_standard_library(python):
     """Nothing is installed on a host: `-S` takes site-packages away, `-I` everything of the user."""
-    modules = [f"tfps_runtime.{path.stem}" for path in sorted(SOURCES.glob("*.py")) if path.stem != "__main__"]
-    code = f"import sys; sys.path.insert(0, {str(SOURCES.parent)!r})\n" + "".join(f"import {m}\n" for m in modules)
+    modules = [
+        f"tfps_runtime.{path.stem}" for path in sorted(SOURCES.glob("*.py")) if path.stem != "__main__"
+    ]
+    code = f"import sys; sys.path.insert(0, {str(SOURCES.parent)!r})\n" + "".join(
+        f"import {m}\n" for m in modules
+    )
     done = run([python, "-I", "-S", "-c", code.replace(".__init__", "")])
     assert done.returncode == 0, done.stderr.decode()
 
@@ -198,7 +215,12 @@ def test_an_upload_that_breaks_off_installs_nothing(python, tmp_path):
 def test_the_command_line_says_how_much_must_arrive():
     """`remote` and INSTALL agree on the arguments."""
     argv = remote.install_argv(HostSpec(name="a", workdir="~/.tfps"))
-    assert argv[1:] == ["-c", INSTALL, f"~/.tfps/bin/tfps-{build_runtime().hash}.pyz", str(len(build_runtime().content))]
+    assert argv[1:] == [
+        "-c",
+        INSTALL,
+        f"~/.tfps/bin/tfps-{build_runtime().hash}.pyz",
+        str(len(build_runtime().content)),
+    ]
 
 
 # --- programs and inputs ----------------------------------------------------------------------------------------------------
@@ -213,7 +235,9 @@ def make_tree(root: Path, *, reverse: bool = False) -> Path:
 
 
 def store(one: Blob, workdir: Path, content: bytes | None = None, **changes) -> dict:
-    return put({**one.request(str(workdir)), **changes}, io.BytesIO(one.content() if content is None else content))
+    return put(
+        {**one.request(str(workdir)), **changes}, io.BytesIO(one.content() if content is None else content)
+    )
 
 
 def test_a_directory_is_the_same_wherever_it_lies(tmp_path):
@@ -319,7 +343,15 @@ def evil(kind: str) -> bytes:
 
 @pytest.mark.parametrize(
     "kind",
-    ["parent", "absolute", "hidden parent", "sibling with the same beginning", "symbolic link", "hard link", "device"]
+    [
+        "parent",
+        "absolute",
+        "hidden parent",
+        "sibling with the same beginning",
+        "symbolic link",
+        "hard link",
+        "device",
+    ]
     + ["pipe", "through a link"],
 )
 def test_an_archive_stays_in_its_folder(tmp_path, kind):
@@ -338,7 +370,13 @@ def test_an_archive_stays_in_its_folder(tmp_path, kind):
 def test_what_is_no_archive_is_refused(tmp_path, content):
     """With a reason, as any other refusal."""
     digest = hashlib.sha256(content).hexdigest()[:16]
-    request = {"workdir": str(tmp_path / "w"), "name": "data", "sha256": digest, "size": len(content), "kind": "tar"}
+    request = {
+        "workdir": str(tmp_path / "w"),
+        "name": "data",
+        "sha256": digest,
+        "size": len(content),
+        "kind": "tar",
+    }
     with pytest.raises(RefusedError, match="archive|belong"):
         put(request, io.BytesIO(content))
     assert left_over(tmp_path / "w") == []
@@ -352,7 +390,14 @@ def test_what_is_no_archive_is_refused(tmp_path, content):
 )
 def test_a_request_that_would_leave_the_blobs_is_refused(tmp_path, key, value):
     """Names and hashes become paths."""
-    request = {"workdir": str(tmp_path), "name": "x", "sha256": "0" * 16, "size": 0, "kind": "file", key: value}
+    request = {
+        "workdir": str(tmp_path),
+        "name": "x",
+        "sha256": "0" * 16,
+        "size": 0,
+        "kind": "file",
+        key: value,
+    }
     with pytest.raises(ProtocolError):
         put(request, io.BytesIO(b""))
     assert list(tmp_path.iterdir()) == []
@@ -367,7 +412,11 @@ def test_what_a_job_needs_is_found(tmp_path):
         {
             "program": "ctr.py",
             "roles": {"ps": 1, "worker": 1},
-            "inputs": {"train": "train", "labels": f"file://{tmp_path}/labels.txt", "eval": "host:/data/eval"},
+            "inputs": {
+                "train": "train",
+                "labels": f"file://{tmp_path}/labels.txt",
+                "eval": "host:/data/eval",
+            },
         },
         base_dir=tmp_path,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tfps_runtime.protocol import VERSION, Task, TrainingId
 
 from airflow_tfps.errors import SpecError
 from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.spec import JobSpec
-from tfps_runtime.protocol import VERSION, Task, TrainingId
 
 ID = TrainingId("nightly_ctr/scheduled__2026-01-01T02:00:00+00:00/training", "0a1b2c3d")
 
@@ -18,8 +18,12 @@ ID = TrainingId("nightly_ctr/scheduled__2026-01-01T02:00:00+00:00/training", "0a
 def make(hosts: int = 2, workers: int = 3, ps: int = 1, **job) -> Handle:
     names = [f"gpu-{i:03}.cluster.example.com" for i in range(hosts)]
     inventory = Inventory.from_dict(
-        {"hosts": {name: {"ssh_conn_id": f"ssh_{i:03}", "address": f"10.11.{i // 250}.{i % 250}", "gpus": 8}
-                   for i, name in enumerate(names)}}
+        {
+            "hosts": {
+                name: {"ssh_conn_id": f"ssh_{i:03}", "address": f"10.11.{i // 250}.{i % 250}", "gpus": 8}
+                for i, name in enumerate(names)
+            }
+        }
     )
     spec = JobSpec.from_dict(
         {"program": "ctr.py", "roles": {"ps": {"count": ps}, "worker": {"count": workers, "gpus": 2}}, **job}
@@ -47,7 +51,9 @@ def make(hosts: int = 2, workers: int = 3, ps: int = 1, **job) -> Handle:
 
 def test_a_handle_survives_an_xcom():
     """What `provision` returns is what `train` gets, equal in everything, through text."""
-    handle = make(hparams={"learning_rate": 0.1, "layers": [1, 2]}, secrets={"KEY": "conn:minio#password"}, seed=3)
+    handle = make(
+        hparams={"learning_rate": 0.1, "layers": [1, 2]}, secrets={"KEY": "conn:minio#password"}, seed=3
+    )
     assert Handle.from_json(json.loads(json.dumps(handle.to_json()))) == handle
 
 
@@ -97,8 +103,14 @@ def test_a_damaged_handle_is_refused_and_nothing_else_happens(key, value):
 
 
 @pytest.mark.parametrize(
-    "row", [["ps:0"], ["ps", "gpu-000.cluster.example.com", 1, []], ["ps:0", "nowhere", 1, []], ["ps:0", 5, 1, []]]
-    + [["ps:0", "gpu-000.cluster.example.com", "1", []], ["ps:0", "gpu-000.cluster.example.com", 1, ["a"]], "ps:0", 7]
+    "row",
+    [["ps:0"], ["ps", "gpu-000.cluster.example.com", 1, []], ["ps:0", "nowhere", 1, []], ["ps:0", 5, 1, []]]
+    + [
+        ["ps:0", "gpu-000.cluster.example.com", "1", []],
+        ["ps:0", "gpu-000.cluster.example.com", 1, ["a"]],
+        "ps:0",
+        7,
+    ],
 )
 def test_a_damaged_row_of_the_placement_is_refused(row):
     """A TF task without a host of the inventory cannot be looked after."""

@@ -8,10 +8,10 @@ import random
 
 import pytest
 from hypothesis import given, settings, strategies as st
-
-from airflow_tfps.judge import UNREACHABLE, Rules, Verdict, judge
 from tfps_runtime import core
 from tfps_runtime.protocol import Exit, Result, TaskSpec
+
+from airflow_tfps.judge import UNREACHABLE, Rules, Verdict, judge
 
 TASKS = {"ps:0": "a", "ps:1": "b", "worker:0": "a", "worker:1": "b", "worker:2": "c"}
 ASYNC = Rules(tasks=TASKS, chief="worker:0")
@@ -24,7 +24,15 @@ _clock = itertools.count(1)
 
 
 def task(name: str, state: str, **more) -> dict:
-    return {"type": "task", "task": name, "state": state, "attempt": 1, "host": TASKS[name], "time": next(_clock), **more}
+    return {
+        "type": "task",
+        "task": name,
+        "state": state,
+        "attempt": 1,
+        "host": TASKS[name],
+        "time": next(_clock),
+        **more,
+    }
 
 
 def failed(name: str, code: int | None = 1, **more) -> dict:
@@ -52,7 +60,11 @@ CHIEF_DONE = task("worker:0", "SUCCEEDED")
 CASES = {
     "nothing heard": (ASYNC, [], None),
     "all run": (ASYNC, [task(name, "RUNNING") for name in TASKS], None),
-    "restarts are the agents' business": (ASYNC, [task("ps:0", "BACKOFF"), task("worker:0", "BACKOFF")], None),
+    "restarts are the agents' business": (
+        ASYNC,
+        [task("ps:0", "BACKOFF"), task("worker:0", "BACKOFF")],
+        None,
+    ),
     # success
     "chief done": (ASYNC, [CHIEF_DONE], ("succeeded", None)),
     "chief done while workers run": (ASYNC, [task("worker:1", "RUNNING"), CHIEF_DONE], ("succeeded", None)),
@@ -71,7 +83,11 @@ CASES = {
     "a ps fails": (ASYNC, [failed("ps:1")], ("failed", "ps:1@b")),
     "the chief fails": (ASYNC, [failed("worker:0")], ("failed", "worker:0@a")),
     "a ps leaves too early": (ASYNC, [task("ps:0", "SUCCEEDED")], ("failed", "ps:0@a")),
-    "the first failure is named": (ASYNC, [failed("ps:1"), failed("worker:0"), failed("ps:0")], ("failed", "ps:1@b")),
+    "the first failure is named": (
+        ASYNC,
+        [failed("ps:1"), failed("worker:0"), failed("ps:0")],
+        ("failed", "ps:1@b"),
+    ),
     "a lost ps": (ASYNC, [task("ps:1", "RUNNING"), gone("b")], ("failed", "ps:1@b")),
     "a lost chief": (
         Rules(tasks={"ps:0": "a", "worker:0": "b"}, chief="worker:0"),
@@ -81,7 +97,11 @@ CASES = {
     # workers
     "async goes on without a worker": (ASYNC, [failed("worker:1"), gone("c")], None),
     "sync does not": (SYNC, [failed("worker:2")], ("failed", "worker:2@c")),
-    "sync without a lost one neither": (SYNC, [task("worker:2", "RUNNING"), gone("c")], ("failed", "worker:2@c")),
+    "sync without a lost one neither": (
+        SYNC,
+        [task("worker:2", "RUNNING"), gone("c")],
+        ("failed", "worker:2@c"),
+    ),
     "a backup worker may be missing": (BACKUP, [failed("worker:2")], None),
     "but not two": (BACKUP, [failed("worker:2"), failed("worker:1")], ("failed", "worker:2@c")),
     "sync: a worker that is done is not missing": (SYNC, [task("worker:2", "SUCCEEDED"), gone("c")], None),
@@ -92,7 +112,11 @@ CASES = {
     "a worker's host unreachable, async": (ASYNC, [unreachable("c", 1e6)], None),
     "a worker's host unreachable, sync": (SYNC, [unreachable("c", 300.0)], ("failed", "worker:2@c")),
     "a worker's host unreachable, a backup left": (BACKUP, [unreachable("c", 1e6)], None),
-    "one failed and one unreachable": (BACKUP, [failed("worker:1"), unreachable("c", 1e6)], ("failed", "worker:2@c")),
+    "one failed and one unreachable": (
+        BACKUP,
+        [failed("worker:1"), unreachable("c", 1e6)],
+        ("failed", "worker:2@c"),
+    ),
     "the same one failed and unreachable": (BACKUP, [failed("worker:2"), unreachable("c", 1e6)], None),
     "unreachable after it was done": (SYNC, [task("worker:2", "SUCCEEDED"), unreachable("c", 1e6)], None),
     "unreachable and back": (SYNC, [unreachable("c", 1e6), unreachable("c", 0.0)], None),
@@ -108,7 +132,11 @@ CASES = {
     "an unknown task": (ASYNC, [{**failed("ps:0"), "task": "ps:7"}], None),
     "an unknown type": (ASYNC, [{"type": "weather", "host": "a"}], None),
     "an unknown host is gone": (ASYNC, [gone("z")], None),
-    "a task that failed does not come back": (ASYNC, [failed("ps:0"), task("ps:0", "RUNNING")], ("failed", "ps:0@a")),
+    "a task that failed does not come back": (
+        ASYNC,
+        [failed("ps:0"), task("ps:0", "RUNNING")],
+        ("failed", "ps:0@a"),
+    ),
 }
 
 
@@ -226,7 +254,8 @@ def test_how_hosts_are_mixed_and_repeated_changes_nothing(seed, rules):
     """Two followers that hear the same hosts in different order, with repetitions, come to the same verdict."""
     choose = random.Random(seed)
     hosts = [
-        host_events(host, [t for t, where in TASKS.items() if where == host], rules.chief, choose) for host in "abc"
+        host_events(host, [t for t, where in TASKS.items() if where == host], rules.chief, choose)
+        for host in "abc"
     ]
     plain = judge(rules, [event for events in hosts for event in events])
     for _ in range(3):
@@ -239,7 +268,8 @@ def test_a_verdict_stays(seed, rules):
     """What is heard later does not turn success into failure, or the other way round."""
     choose = random.Random(seed)
     hosts = [
-        host_events(host, [t for t, where in TASKS.items() if where == host], rules.chief, choose) for host in "abc"
+        host_events(host, [t for t, where in TASKS.items() if where == host], rules.chief, choose)
+        for host in "abc"
     ]
     heard = mixed(hosts, choose)
     outcomes = [v.outcome for n in range(len(heard) + 1) if (v := judge(rules, heard[:n])) is not None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tfps_runtime.protocol import Task, TrainingId, dump
 
 from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.progress import MAX_BYTES, MAX_POINTS, Board
 from airflow_tfps.spec import JobSpec
-from tfps_runtime.protocol import Task, TrainingId, dump
 
 
 def make_handle(hosts: int = 2, workers: int = 2, name: str = "gpu") -> Handle:
@@ -22,7 +22,9 @@ def make_handle(hosts: int = 2, workers: int = 2, name: str = "gpu") -> Handle:
         inventory=Inventory.from_dict(
             {"hosts": {host: {"address": f"10.0.{i // 250}.{i % 250}"} for i, host in enumerate(names)}}
         ),
-        tasks=tuple(PlacedTask(task=t, host=names[i % hosts], port=20000, gpus=(0,)) for i, t in enumerate(tasks)),
+        tasks=tuple(
+            PlacedTask(task=t, host=names[i % hosts], port=20000, gpus=(0,)) for i, t in enumerate(tasks)
+        ),
         chief=Task("worker", 0),
         checkpoint_dir="/ckpt",
     )
@@ -33,7 +35,13 @@ def task(name: str, state: str, **more) -> dict:
 
 
 def progress(step: int, name: str = "worker:0", **more) -> dict:
-    record = {"time": 1000.0 + step, "global_step": step, "loss": 1.0 / (step + 1), "steps_per_sec": 2.5, **more}
+    record = {
+        "time": 1000.0 + step,
+        "global_step": step,
+        "loss": 1.0 / (step + 1),
+        "steps_per_sec": 2.5,
+        **more,
+    }
     return {"type": "progress", "task": name, "host": "gpu-1", "progress": record}
 
 
@@ -136,7 +144,9 @@ def test_a_board_is_bounded_for_any_cluster(hosts, workers):
     handle = make_handle(hosts, workers, name="gpu-node.with-a-long-name.cluster.example.com")
     board = Board(handle)
     for placed in handle.tasks:
-        see(board, {**task(str(placed.task), "FAILED", exit={"code": 1, "signal": None}), "host": placed.host})
+        see(
+            board, {**task(str(placed.task), "FAILED", exit={"code": 1, "signal": None}), "host": placed.host}
+        )
         see(board, progress(1, str(placed.task), local_step=10**9, examples_per_sec=12345.678))
     for host in handle.hosts:
         see(board, {"type": "training", "state": "RUNNING", "host": host})
@@ -152,7 +162,15 @@ def test_a_board_is_bounded_for_any_cluster(hosts, workers):
 def test_records_without_numbers_are_shown_as_such():
     """A script's log may tell the step and nothing else; a loss that is NaN arrives as none."""
     board = Board(make_handle())
-    see(board, {"type": "progress", "task": "worker:0", "host": "gpu-1", "progress": {"time": 1.0, "global_step": 0}})
+    see(
+        board,
+        {
+            "type": "progress",
+            "task": "worker:0",
+            "host": "gpu-1",
+            "progress": {"time": 1.0, "global_step": 0},
+        },
+    )
     value = board.to_json()
     assert value["curve"] == [[1.0, 0, None, None]]
     assert (value["global_step"], value["loss"]) == (0, None)

@@ -11,7 +11,6 @@ from enum import Enum
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-
 from tfps_runtime import checkpoint, launch, protocol
 from tfps_runtime.protocol import (
     MAX_LINE,
@@ -54,7 +53,11 @@ MESSAGES = sorted(
 # --- every message ---------------------------------------------------------------------------------------------------
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -156,7 +159,9 @@ def test_every_message_refuses_other_types_without_falling_over(cls, data):
     assert cls.loads(message.dumps()) == message
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "1", '"x"', "{", "", "nonsense", "[" * 100_000, '{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "1", '"x"', "{", "", "nonsense", "[" * 100_000, '{"a":' * 100_000]
+)
 def test_what_is_no_object_is_refused(text):
     """Nonsense, and nesting deeper than the parser goes, is the sender's error."""
     with pytest.raises(ProtocolError):
@@ -220,11 +225,15 @@ def test_nested_messages_and_enums_are_read_back_as_what_they_are():
     )
     assert request.tasks == (TaskSpec(task="ps:0"),)
     assert request.ports == (1, 2)
-    assert Reservation.from_json({"training": "t", "host": "a", "state": "READY"}).state is TrainingState.READY
+    assert (
+        Reservation.from_json({"training": "t", "host": "a", "state": "READY"}).state is TrainingState.READY
+    )
     with pytest.raises(ProtocolError, match=r"Reservation\.state: unknown value 'BUSY'"):
         Reservation.from_json({"training": "t", "host": "a", "state": "BUSY"})
     with pytest.raises(ProtocolError, match=r"ReserveRequest\.tasks\[0\]: unknown key"):
-        ReserveRequest.from_json({"training": "t", "host": "a", "workdir": "w", "tasks": [{"task": "x", "gpu": 1}]})
+        ReserveRequest.from_json(
+            {"training": "t", "host": "a", "workdir": "w", "tasks": [{"task": "x", "gpu": 1}]}
+        )
 
 
 def test_a_refusal_carries_what_the_other_side_needs():
@@ -244,7 +253,22 @@ def test_a_task_reads_what_it_writes(role, index):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ps", "ps:", ":0", "ps:-1", "ps:01", "ps: 0", " ps:0", "ps:0 ", "ps:0\n", "Ps:0", "0ps:0", "p-s:0", "ps:0@a"]
+    [
+        "",
+        "ps",
+        "ps:",
+        ":0",
+        "ps:-1",
+        "ps:01",
+        "ps: 0",
+        " ps:0",
+        "ps:0 ",
+        "ps:0\n",
+        "Ps:0",
+        "0ps:0",
+        "p-s:0",
+        "ps:0@a",
+    ]
     + ["ps:1_0", "ps:٣", "ps:9999999", "p" * 33 + ":0", "../x:0", 5, None, ["ps:0"], b"ps:0"],
 )
 def test_what_is_no_task(text):
@@ -268,7 +292,17 @@ def test_a_training_reads_what_it_writes(key):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "key", "key#", "#0a1b2c3d", "key#0a1b2c3", "key#0A1B2C3D", "key#0a1b2c3d\n", "a\nb#0a1b2c3d", "a#b#0a1b2c3d"]
+    [
+        "",
+        "key",
+        "key#",
+        "#0a1b2c3d",
+        "key#0a1b2c3",
+        "key#0A1B2C3D",
+        "key#0a1b2c3d\n",
+        "a\nb#0a1b2c3d",
+        "a#b#0a1b2c3d",
+    ]
     + ["k" * 1001 + "#0a1b2c3d", None, 5, {}, ["key#0a1b2c3d"]],
 )
 def test_what_is_no_training(text):
@@ -341,7 +375,9 @@ def test_every_path_lies_where_it_belongs():
 # --- states -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("table", "states"), [(TASK_TRANSITIONS, TaskState), (TRAINING_TRANSITIONS, TrainingState)])
+@pytest.mark.parametrize(
+    ("table", "states"), [(TASK_TRANSITIONS, TaskState), (TRAINING_TRANSITIONS, TrainingState)]
+)
 def test_the_tables_know_every_state_and_reach_it(table, states):
     """No state without a row, and each can be reached from the first."""
     assert set(table) == set(states)
@@ -361,7 +397,10 @@ def test_finished_tasks_stay_as_they_are():
         assert not (state.is_final and state.is_alive)
     for state in (TrainingState.STOPPED, TrainingState.EXPIRED):
         assert not TRAINING_TRANSITIONS[state]
-    assert all(TRAINING_TRANSITIONS[s] == {TrainingState.STOPPING} for s in (TrainingState.SUCCEEDED, TrainingState.FAILED))
+    assert all(
+        TRAINING_TRANSITIONS[s] == {TrainingState.STOPPING}
+        for s in (TrainingState.SUCCEEDED, TrainingState.FAILED)
+    )
 
 
 def test_an_exit_says_how_it_was():

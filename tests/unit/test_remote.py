@@ -21,7 +21,9 @@ def completed(stdout: bytes = b"", stderr: bytes = b"", returncode: int = 0) -> 
 
 
 def error(**keywords) -> bytes:
-    return json.dumps({"type": "error", "code": "workdir", "message": "no", "transient": False, **keywords}).encode()
+    return json.dumps(
+        {"type": "error", "code": "workdir", "message": "no", "transient": False, **keywords}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,9 @@ def test_a_refusal_names_the_host_and_says_whether_to_try_again():
     assert busy.value.transient
 
 
-@pytest.mark.parametrize("keys", [{"code": None}, {"message": None}, {"transient": "yes"}, {"message": "x" * 10**6}])
+@pytest.mark.parametrize(
+    "keys", [{"code": None}, {"message": None}, {"transient": "yes"}, {"message": "x" * 10**6}]
+)
 def test_a_hostile_refusal_is_still_a_refusal(keys):
     """Of any type and length; only a true `transient` counts."""
     with pytest.raises(CommandError) as caught:
@@ -77,7 +81,12 @@ def test_a_hostile_refusal_is_still_a_refusal(keys):
 @pytest.mark.parametrize(
     ("returncode", "stderr", "kind", "said"),
     [
-        (127, b"python3: command not found", HostNotReadyError, r"gpu-a: python3: command not found \(set `python`"),
+        (
+            127,
+            b"python3: command not found",
+            HostNotReadyError,
+            r"gpu-a: python3: command not found \(set `python`",
+        ),
         (127, b"", HostNotReadyError, "the interpreter was not found"),
         (126, b"permission denied", HostNotReadyError, "permission denied"),
         (-9, b"", CommandError, "status was killed by signal 9"),
@@ -95,7 +104,9 @@ def test_when_it_was_not_our_runtime_that_answered(returncode, stderr, kind, sai
 
 def test_a_runtime_that_is_not_there_yet_is_told_from_a_broken_one():
     """Only Python's own complaint about the missing file leads to an installation."""
-    missing = b"python3: can't open file '/home/u/.tfps/bin/tfps-1.pyz': [Errno 2] No such file or directory\n"
+    missing = (
+        b"python3: can't open file '/home/u/.tfps/bin/tfps-1.pyz': [Errno 2] No such file or directory\n"
+    )
     assert remote.lacks_runtime(completed(b"", missing, 2))
     assert not remote.lacks_runtime(completed(b"", missing, 1))
     assert not remote.lacks_runtime(completed(b"", b"usage: tfps.pyz", 2))

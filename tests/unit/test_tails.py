@@ -11,7 +11,6 @@ import sys
 
 import pytest
 from hypothesis import given, settings, strategies as st
-
 from tfps_runtime import tails
 from tfps_runtime.protocol import Progress
 from tfps_runtime.tails import CHUNK, Acknowledged, LogFile, ProgressFile
@@ -247,7 +246,11 @@ def test_progress_comes_as_it_is_written(path):
 @pytest.mark.parametrize(
     "line",
     [b"nonsense\n", b"{}\n", b"\n", b"\xff\n", b"[1]\n", record(5, loss=float("nan")), record(5, color="red")]
-    + [b'{"time": ' + b"9" * 500 + b', "global_step": 1}\n', b'{"time": 1, "global_step": 1.5}\n', b"[" * 9999 + b"\n"],
+    + [
+        b'{"time": ' + b"9" * 500 + b', "global_step": 1}\n',
+        b'{"time": 1, "global_step": 1.5}\n',
+        b"[" * 9999 + b"\n",
+    ],
 )
 def test_what_is_no_progress_is_passed_over(path, line):
     """A program writes its own file; its records must not end the agent that reads them."""
