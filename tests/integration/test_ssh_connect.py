@@ -135,7 +135,7 @@ def test_the_line_that_is_advised_for_known_hosts_works(open_, host, define, use
 
 
 @pytest.mark.parametrize("where", ["extra", "known_hosts"])
-def test_changed_host_key_shows_both(open_, host, define, user_home, tmp_path, where):  # noqa: PLR0917  fixtures
+def test_changed_host_key_shows_both(open_, host, define, user_home, tmp_path, where):
     """A key that differs from the known one is refused with both fingerprints; nothing is sent."""
     other = other_key(tmp_path)
     (user_home / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{host.port} {other}\n")
@@ -222,7 +222,7 @@ def test_password_alone_is_tried_and_refused(open_, host, define, user_home):
 
 
 @pytest.mark.parametrize("given", ["private_key", "key_file"])
-def test_key_with_a_passphrase(open_, host, define, user_home, tmp_path, given):  # noqa: PLR0917  fixtures
+def test_key_with_a_passphrase(open_, host, define, user_home, tmp_path, given):
     """`private_key_passphrase` unlocks a key that is given as text and one that is given as a file."""
     locked = tmp_path / "locked"
     shutil.copy(host.key_file, locked)
@@ -302,7 +302,7 @@ def netcat(tmp_path) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("place", ["extra", "config"])
-def test_proxy_command(open_, host, define, user_home, netcat, place):  # noqa: PLR0917  fixtures
+def test_proxy_command(open_, host, define, user_home, netcat, place):
     """The connection goes through `host_proxy_cmd` or ProxyCommand, %h and %p filled in, and the proxy is reaped."""
     command, record = netcat
     if place == "config":
@@ -336,7 +336,7 @@ def test_what_a_failing_proxy_says_is_in_the_message(open_, host, define, user_h
         open_(define(host, host_proxy_cmd="no-such-proxy %h"))
 
 
-def test_jump_host_of_the_ssh_configuration(  # noqa: PLR0917  fixtures
+def test_jump_host_of_the_ssh_configuration(
     open_, demo_host, sshd_host, define, user_home, tmp_path, monkeypatch
 ):
     """ProxyJump works as in OpenSSH: through its own client, with that client's configuration for the jump host."""
@@ -530,7 +530,7 @@ def test_agents_outlive_their_connection_and_their_demo_host(tmp_path, monkeypat
 # --- what must not show ------------------------------------------------------------------------------------
 
 
-def test_no_secret_is_logged(open_, host, define, user_home, tmp_path, caplog):  # noqa: PLR0917  fixtures
+def test_no_secret_is_logged(open_, host, define, user_home, tmp_path, caplog):
     """At any level, neither keys, passphrase and password nor what a command is sent reach a log."""
     locked = tmp_path / "locked"
     shutil.copy(host.key_file, locked)
