@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -81,6 +82,9 @@ class AirflowStack:
         self._python = python
         self._env: dict[str, str] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.RLock()
+        self._is_stopping = threading.Event()
+        self._keeper: threading.Thread | None = None
         self._ports: set[int] = set()
         self._port = self._execution_port = 0
         self._api: Api | None = None
@@ -135,12 +139,19 @@ class AirflowStack:
         except BaseException:
             self.stop()
             raise
+        self._is_stopping.clear()
+        self._keeper = threading.Thread(target=self._keep, name="tfps-keeper", daemon=True)
+        self._keeper.start()
 
     def stop(self) -> None:
         """End every component and whatever it started. Idempotent.
 
         Raises StackError if a process with this home in its environment, or a port that one opened, is left.
         """
+        self._is_stopping.set()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
         if self._api is not None:
             self._api.close()
             self._api = None
@@ -161,13 +172,27 @@ class AirflowStack:
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a component and wait until it has ended."""
-        self._signal(name, number)
-        self._children.pop(name).wait(TERM_SECS)
+        with self._lock:
+            self._signal(name, number)
+            self._children.pop(name).wait(TERM_SECS)
 
     def restart(self, name: str) -> None:
         """End a component, if it lives, and start it again. Does not wait until it is healthy."""
-        self._end_components([name])
-        self._launch(name)
+        with self._lock:
+            self._end_components([name])
+            self._launch(name)
+
+    def _keep(self) -> None:
+        """Start a component again that has ended by itself, as a service manager does.
+
+        The scheduler of 3.3.2 ends with a StaleDataError when a run is deleted while it looks at it.
+        """
+        while not self._is_stopping.wait(1.0):
+            with self._lock:
+                for name, child in list(self._children.items()):
+                    if child.poll() is not None:
+                        log.warning("%s has ended with %s; starting it again", name, child.returncode)
+                        self._launch(name)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

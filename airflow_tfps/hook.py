@@ -23,6 +23,7 @@ from tfps_runtime.protocol import (
     ReserveRequest,
     StartRequest,
     Task,
+    TaskState,
     TrainingId,
     key_directory,
 )
@@ -44,7 +45,7 @@ from airflow_tfps.plan import Plan, make_plan
 from airflow_tfps.secrets import resolve_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from airflow_tfps.spec import JobSpec
 
@@ -381,12 +382,16 @@ class ClusterHook(BaseHook):
     def wait_ready(self, handle: Handle, timeout: float | None = None) -> None:
         """Wait until every TF task but the chief listens and can be reached from every host. Blocks.
 
+        A TF task that has ended well is not waited for: a training may be found when some workers are through.
         Raises NotReadyError naming what is missing and why; with `timeout` 0 it only looks.
         """
         secs = handle.job.timeouts.ready_secs if timeout is None else timeout
+        tasks = (task for status in self.status(handle).values() for task in status["tasks"])
+        through = {str(t["task"]) for t in tasks if t["state"] == TaskState.SUCCEEDED.value}
 
         def probe(host: str) -> dict[str, Any]:
-            return self.call(host, "probe", probe_request(handle, host, secs), timeout=secs + COMMAND_SECS)
+            request = probe_request(handle, host, secs, through)
+            return self.call(host, "probe", request, timeout=secs + COMMAND_SECS)
 
         check_probes(handle, self.on_each(handle.hosts, probe))
 
@@ -501,9 +506,13 @@ def _checkpoint_dir(job: JobSpec, workdir: str, training: TrainingId) -> str:
     return f"{base.rstrip('/')}/{key_directory(training.key)}"
 
 
-def probe_request(handle: Handle, host: str, timeout_secs: float) -> dict[str, Any]:
-    """The request that waits on `host` until every TF task but the chief can be reached from there."""
-    wanted = [t for t in handle.tasks if t.task != handle.chief and t.port is not None]
+def probe_request(
+    handle: Handle, host: str, timeout_secs: float, through: Collection[str] = ()
+) -> dict[str, Any]:
+    """The request that waits on `host` until every TF task but the chief, and those `through`, can be reached."""
+    wanted = [
+        t for t in handle.tasks if not (t.task == handle.chief or t.port is None or str(t.task) in through)
+    ]
     return {
         **handle.request(host),
         "addresses": {str(t.task): handle.address(t) for t in wanted},

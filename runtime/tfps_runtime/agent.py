@@ -7,7 +7,6 @@ signals and sockets into events and carries out actions. Every TF task dies with
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,13 +20,12 @@ import traceback
 from typing import Any, Optional
 
 from tfps_runtime import core
+from tfps_runtime.assignment import assign
 from tfps_runtime.checkpoint import latest_checkpoint
 from tfps_runtime.followers import Connection, Followers, integer, seconds
-from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, Launch, prctl
-from tfps_runtime.placeholders import fill, values_for
+from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, prctl
 from tfps_runtime.processes import Processes
 from tfps_runtime.protocol import (
-    CONTEXT_VARIABLE,
     VERSION,
     Exit,
     Kind,
@@ -41,7 +39,6 @@ from tfps_runtime.protocol import (
     Result,
     StartRequest,
     Task,
-    TaskContext,
     TaskState,
     TrainingId,
     TrainingState,
@@ -293,85 +290,23 @@ class Agent:
 
     def _spawn(self, name: str, attempt: int) -> None:
         assert self.start_request is not None
-        start, task = self.start_request, Task.parse(name)
-        view = self.state.tasks[name]
-        values = self._placeholders(task)
-        env = {k: fill(v, values) for k, v in {**self.request.env, **view.spec.env}.items()}
-        env.update(start.secrets, TF_CONFIG=self._tf_config(task))
-        gpus = self.reservation.gpus.get(name, [])
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus)) or "-1"
-        if start.program.module is not None:
-            env[CONTEXT_VARIABLE] = self.paths.context(task)
-        warm = view.spec.warm and bool(self.request.preload) and start.program.command is None
-        launch = Launch(
-            task=name,
-            log=self.paths.log(task),
-            directory=self.paths.task_dir(task),
-            program=start.program,
-            argv=tuple(fill(a, values) for a in start.program.args),
-            env=env,
-            seed=None if self.request.seed is None else f"{self.request.seed}/{name}/{attempt}",
-            compat=self.request.compat,
+        task, view = Task.parse(name), self.state.tasks[name]
+        given = assign(
+            self.request, self.start_request, self.reservation, self.paths, view.spec, attempt=attempt
         )
-        command = start.program.command
-        argv = None if command is None else [fill(a, values) for a in command]
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.paths.result(task))
-            if start.program.module is not None:
-                write_file(self.paths.context(task), self._context(task, attempt).dumps() + "\n")
-            pid = self.processes.launch(launch, warm=warm, argv=argv)
+            if given.context is not None:
+                write_file(self.paths.context(task), given.context.dumps() + "\n")
+            pid = self.processes.launch(given.launch, warm=given.warm, argv=given.argv)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            with contextlib.suppress(OSError), open(launch.log, "a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), open(given.launch.log, "a", encoding="utf-8") as log:
                 log.write(f"cannot start: {error}\n")
             self.happen(core.Exited(name, Exit(code=127), f"cannot start: {error}"))
             return
         if pid is not None:
             self.happen(core.Spawned(name, pid))
-
-    def _tf_config(self, task: Task) -> str:
-        assert self.start_request is not None
-        return json.dumps(
-            {"cluster": self.start_request.cluster, "task": {"type": task.role, "index": task.index}}
-        )
-
-    def _context(self, task: Task, attempt: int) -> TaskContext:
-        start = self.start_request
-        assert start is not None
-        assert start.program.module is not None
-        return TaskContext(
-            task=str(task),
-            host=self.request.host,
-            cluster=start.cluster,
-            chief=start.chief,
-            program=start.program.module,
-            checkpoint=start.checkpoint,
-            progress_path=self.paths.progress(task),
-            result_path=self.paths.result(task),
-            mode=start.mode,
-            replication=start.replication,
-            replicas_to_aggregate=start.replicas_to_aggregate,
-            steps=start.steps,
-            hparams=start.hparams,
-            inputs=start.inputs,
-            session=start.session,
-            start_from=start.start_from,
-            seed=self.request.seed,
-            grace_secs=self.request.grace_secs,
-            attempt=attempt,
-        )
-
-    def _placeholders(self, task: Task) -> dict[str, str]:
-        start = self.start_request
-        assert start is not None
-        return values_for(
-            task,
-            host=self.request.host,
-            cluster=start.cluster,
-            checkpoint_dir=start.checkpoint.directory,
-            steps=start.steps,
-            inputs=start.inputs,
-        )
 
     def _ended(self, name: str, exit_: Exit, reason: str, *, charged: bool) -> None:
         self._read_progress(ended=name)

@@ -55,7 +55,7 @@ STAND_IN = textwrap.dedent(
         server.bind(("0.0.0.0", int(config["cluster"][role][index].rpartition(":")[2])))
         server.listen()
     print(me, "is up", open(options["input"]).read() if "input" in options else "", flush=True)
-    for step in range(1, int(options.get("steps", 10**9)) + 1):
+    for step in range(1, int(options.get("steps", 10**9)) + 1 if me == options.get("ends", "worker:0") else 10**9):
         if role == "ps":
             signal.pause()
         print(f"step {step}", flush=True)
@@ -361,6 +361,16 @@ def test_secrets_reach_the_tasks_and_no_file(lab, hook, monkeypatch):
     for host in lab.hosts.values():
         for path in Path(host.home).rglob("*"):
             assert not path.is_file() or secret.encode() not in path.read_bytes()
+
+
+def test_a_training_in_which_a_worker_is_through_is_ready(lab, hook):
+    """Whoever finds it again must not wait for a port that nobody will ever open any more."""
+    handle = hook.ensure(lab.job("steps=1", "ends=worker:1", "pause=3"), lab.training())
+    deadline = time.monotonic() + 30
+    while hook.status(handle)["hook-b"]["tasks"][1]["state"] != "SUCCEEDED":
+        assert time.monotonic() < deadline
+    hook.wait_ready(handle, timeout=0)
+    assert hook.ensure(lab.job("steps=1", "ends=worker:1", "pause=3"), handle.training) == handle
 
 
 # --- following --------------------------------------------------------------------------------------------------------
