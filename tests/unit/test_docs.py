@@ -189,7 +189,7 @@ def test_dags_are_imported(tmp_path):
     assert done.returncode == 0, done.stderr
     dags = json.loads(done.stdout.splitlines()[-1])
     assert len(dags) == len(files)
-    group = {f"training.{name}" for name in ("provision", "ready", "train", "teardown")}
+    group = {f"training.{name}" for name in ("provision", "ready", "train", "done", "teardown")}
     assert group < set(dags["line"])
     assert group < set(dags["nightly"])
     assert {f"one.{name}" for name in group} == set(dags["search"])
