@@ -223,6 +223,9 @@ class AirflowStack:
                 "AIRFLOW__API__PORT": str(self._port),
                 "AIRFLOW__API__BASE_URL": self.url,
                 "AIRFLOW__API__WORKERS": "1",
+                # Where the API server asks for logs beside the files: nowhere, and not another Airflow's servers.
+                "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": "1",
+                "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": "1",
                 "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "False",
                 "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.5",
                 "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "5",

@@ -75,6 +75,8 @@ class HostFollower:
         self._logs = logs
         self._lease_secs = lease_secs
         self._seen = 0
+        self._told: dict[str, int] = {}
+        """TF task -> offset up to which its log was heard."""
         self._stream: Any = None
         self._lost_since: float | None = None
 
@@ -131,6 +133,7 @@ class HostFollower:
                 **self._handle.request(self._host),
                 "from_seq": self._seen,
                 "logs": list(self._logs),
+                "told": self._told,
                 **({} if self._lease_secs is None else {"renew": self._lease_secs}),
             }
             argv = remote.argv(self._spec, "follow")
@@ -166,6 +169,8 @@ class HostFollower:
             seq = message.get("seq")
             if isinstance(seq, int):
                 self._seen = max(self._seen, seq)
+            if message["type"] == Kind.LOG:
+                self._told[str(message["task"])] = int(message["offset"])
             yield {**message, "host": self._host}
 
 

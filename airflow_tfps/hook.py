@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from airflow_tfps.spec import JobSpec
+    from airflow_tfps.ssh import Transport
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,6 +58,7 @@ ENSURE_LEASE_SECS = 120.0
 """A reservation that nobody takes up ends by itself after this long."""
 PARALLEL = 16
 COMMAND_SECS = 60.0
+PROBE_SECS = 5.0
 UPLOAD_SECS = 1800.0
 
 
@@ -75,7 +78,7 @@ class ClusterHook(BaseHook):
         super().__init__()
         self.tfps_conn_id = tfps_conn_id
         self._inventory = inventory
-        self._transports: dict[str, Any] = {}
+        self._transports: dict[str, Transport] = {}
 
     @property
     def inventory(self) -> Inventory:
@@ -127,18 +130,29 @@ class ClusterHook(BaseHook):
         self.connect([host])
         spec, transport = self.inventory[host], self._transports[host]
         stdin = remote.request_line(request) + content
-        completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
-        if remote.lacks_runtime(completed):
-            runtime = deploy.build_runtime()
-            log.info("%s: installing the runtime %s", host, runtime.hash)
-            installed = transport.run(remote.install_argv(spec), runtime.content, timeout=UPLOAD_SECS)
-            if installed.returncode != 0:
-                raise remote.not_ready(host, "installing the runtime", installed)
+        try:
             completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
+            if remote.lacks_runtime(completed):
+                runtime = deploy.build_runtime()
+                log.info("%s: installing the runtime %s", host, runtime.hash)
+                installed = transport.run(remote.install_argv(spec), runtime.content, timeout=UPLOAD_SECS)
+                if installed.returncode != 0:
+                    raise remote.not_ready(host, "installing the runtime", installed)
+                completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
+        except HostUnreachableError:
+            self._forget(host, transport)
+            raise
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
         return found[-1]
+
+    def _forget(self, host: str, transport: Transport) -> None:
+        """Drop a connection that was lost: what comes next, clearing away above all, connects anew."""
+        if self._transports.get(host) is transport:
+            del self._transports[host]
+        with contextlib.suppress(OSError, TfpsError):
+            transport.close()
 
     def on_each(self, hosts: Iterable[str], do: Callable[[str], T]) -> dict[str, T]:
         """Do something on hosts side by side; waits for all, then raises the error that a retry can mend least."""
@@ -389,11 +403,21 @@ class ClusterHook(BaseHook):
         tasks = (task for status in self.status(handle).values() for task in status["tasks"])
         through = {str(t["task"]) for t in tasks if t["state"] == TaskState.SUCCEEDED.value}
 
-        def probe(host: str) -> dict[str, Any]:
-            request = probe_request(handle, host, secs, through)
-            return self.call(host, "probe", request, timeout=secs + COMMAND_SECS)
+        until = time.monotonic() + secs
+        while True:  # in rounds: a host where nothing has failed does not know that it waits in vain
+            left = max(until - time.monotonic(), 0.0)
+            round_secs = min(left, PROBE_SECS)
 
-        check_probes(handle, self.on_each(handle.hosts, probe))
+            def probe(host: str, round_secs: float = round_secs) -> dict[str, Any]:
+                request = probe_request(handle, host, round_secs, through)
+                return self.call(host, "probe", request, timeout=round_secs + COMMAND_SECS)
+
+            found = self.on_each(handle.hosts, probe)
+            if left <= PROBE_SECS or not any(p["missing"] for p in found.values()):
+                break
+            if any(p.get("failed") for p in found.values()):
+                break
+        check_probes(handle, found)
 
     # --- while it runs ------------------------------------------------------------------------------------------
 
@@ -491,7 +515,7 @@ class ClusterHook(BaseHook):
                     "could not release %s (its lease ends within %.0f s): %s", host, ENSURE_LEASE_SECS, error
                 )
 
-        self.on_each([h for h in hosts if h in self._transports], release)
+        self.on_each(hosts, release)
 
 
 def _harness(job: JobSpec) -> tuple[str, ...]:

@@ -217,10 +217,10 @@ class Agent:
 
     def _look(self) -> None:
         """Turn what has happened in the world into events."""
-        self._read_progress()
         spawned, ended = self.processes.hear()
         for task, pid in spawned:
             self.happen(core.Spawned(task, pid))
+        self._read_progress()
         for task, exit_, reason, charged in ended + self.processes.reap():
             self._ended(task, exit_, reason, charged=charged)
         if self.processes.broken is not None:
@@ -493,10 +493,14 @@ class Agent:
 
     def _follow(self, connection: Connection, message: dict[str, Any]) -> None:
         since = integer(message.get("from_seq"), 0)
-        wanted = message.get("logs") or []
-        if not isinstance(wanted, list):
-            raise ProtocolError("logs: a list is needed")
-        logs = {name: self.acknowledged.get(name) for name in map(str, wanted) if name in self.logs}
+        wanted, told = message.get("logs") or [], message.get("told") or {}
+        if not isinstance(wanted, list) or not isinstance(told, dict):
+            raise ProtocolError("logs: a list is needed, and for told an object")
+        logs = {
+            name: max(self.acknowledged.get(name), integer(told.get(name), 0))
+            for name in map(str, wanted)
+            if name in self.logs
+        }
         if message.get("renew") is not None:
             self.happen(core.Renew(seconds(message["renew"])))
         history = [e for e in self.events if e["seq"] > since]

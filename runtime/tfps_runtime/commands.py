@@ -301,19 +301,20 @@ def look(paths: Paths) -> dict[str, Any]:
 def follow(request: dict[str, Any]) -> None:
     """Events after `from_seq`, progress and the logs of `logs`, as they come, until the training has ended here.
 
+    `told` has the offsets up to which this follower heard logs before its connection broke, acknowledged or not.
     Lines on standard input go to the agent: `{"ack": {"task": …, "offset": …}}`, `{"renew": secs}`. Its end of file
     ends the command: the follower is gone.
     """
     paths = paths_of(request)
     seen = integer(request.get("from_seq"), 0)
     logs = [str(name) for name in request.get("logs", [])]
-    offsets: dict[str, int] = {}
+    offsets = {str(name): integer(offset) for name, offset in dict(request.get("told") or {}).items()}
     is_final = False
     sock = reach(paths)
     if sock is not None:
         sock.settimeout(None)
         with sock:
-            first = {"command": "follow", **_only(request, "from_seq", "logs", "renew")}
+            first = {"command": "follow", **_only(request, "from_seq", "logs", "told", "renew")}
             sock.sendall(dump(first).encode() + b"\n")
             for line in _relay(sock):
                 message = load(line.decode("utf-8", "replace"))

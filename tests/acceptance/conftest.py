@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,8 +20,6 @@ from airflow_tfps.demo_processes import describe, processes
 from airflow_tfps.demo_stack import AirflowStack, leftovers
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-from typing import TYPE_CHECKING
 
 from live import Live, stop_agents, until
 
@@ -43,8 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases that run by themselves come last."""
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    """Live cases come after all other tests, which would compete with the components; those marked `alone` last."""
+
+    def rank(item: pytest.Item) -> int:
+        if "live" not in getattr(item, "fixturenames", ()):
+            return 0
+        return 1 if item.get_closest_marker("alone") is None else 2
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

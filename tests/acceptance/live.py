@@ -187,7 +187,7 @@ class Run:
         return found
 
     def training(self, index: int = -1) -> Training | None:
-        """The living incarnation; None when no agent lives. Fails when there are two."""
+        """The living incarnation; None when there is none, and while one takes the other's place."""
         agents: dict[str, Process] = {}
         ids: set[str] = set()
         for path in self.locks(index):

@@ -11,6 +11,7 @@ import signal
 import socket
 import sqlite3
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,6 +169,8 @@ def test_mark_failed_before_the_cluster_is_back(live: Live) -> None:
     run.clear("train", only_failed=True)
     run.until_state("train", "deferred")
     until(run.training, what="a new incarnation")
+    attempt = run.task("train")["try_number"]
+    until(lambda: " starting" in str(run.log_files("train", attempt)), what="the trigger")
     run.mark("train", "failed")
     run.until_nothing_is_left(KILL_SECS)
 
@@ -344,42 +347,56 @@ def test_agent_is_killed(live: Live) -> None:
 # --- the triggerer --------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Followed:
+    """A training that goes on through everything that happens to the triggerer, and its task log."""
+
+    run: Run
+    training: Training
+    in_flight: set[int] = field(default_factory=set)
+    """Steps that a triggerer may have had in hand, and acknowledged, when it was killed."""
+
+    def logged(self) -> dict[str, list[int]]:
+        """The chief's steps in each file of the task log, repeated ones included; a triggerer writes one file."""
+        found = {}
+        for name, lines in self.run.log_files("train").items():
+            matches = [re.search(r"\[worker:0@\w+\] step (\d+) ", line) for line in lines]
+            found[name] = [int(match[1]) for match in matches if match]
+        return found
+
+    def last(self) -> int:
+        return max((max(steps, default=0) for steps in self.logged().values()), default=0)
+
+    def printed(self) -> int:
+        return self.run.steps(self.training)[-1]
+
+    def until_caught_up(self) -> None:
+        """Wait until the task log has all but what was printed in the last second."""
+        until(lambda: self.last() >= self.printed() - 10, what="the task log goes on")
+
+    def check(self) -> None:
+        """No process has changed; the task log has every line in order, none twice, none lost but in a kill."""
+        assert self.run.training() == self.training
+        assert self.run.state("train") == "deferred"
+        steps = [step for steps in self.logged().values() for step in steps]
+        assert steps == sorted(set(steps))
+        assert set(range(1, steps[-1])) - set(steps) <= self.in_flight
+
+
 @pytest.fixture(scope="module")
-def followed(live: Live) -> Iterator[tuple[Run, Training]]:
-    """A training that goes on through everything that happens to the triggerer."""
+def followed(live: Live) -> Iterator[Followed]:
     run = live.start()
-    yield run, run.until_training()
+    yield Followed(run, run.until_training())
     run.tell("finish")
     run.until_over(state="success")
     run.until_nothing_is_left()
 
 
-def logged_steps(run: Run) -> dict[str, list[int]]:
-    """The chief's steps in each file of the task log, repeated ones included; a triggerer writes one file."""
-    found = {}
-    for name, lines in run.log_files("train").items():
-        matches = [re.search(r"\[worker:0@\w+\] step (\d+) ", line) for line in lines]
-        found[name] = [int(match[1]) for match in matches if match]
-    return found
-
-
-def last_logged(run: Run) -> int:
-    return max((max(steps, default=0) for steps in logged_steps(run).values()), default=0)
-
-
-def check_log_goes_on(run: Run, training: Training) -> None:
-    """The task log reaches what is printed from now on, and has every line before that, in order, once."""
-    now = run.steps(training)[-1]
-    until(lambda: last_logged(run) > now, what=f"step {now} in the task log")
-    steps = [step for steps in logged_steps(run).values() for step in steps]
-    assert steps == list(range(1, len(steps) + 1))
-
-
 @pytest.mark.alone
-def test_slots_while_training(live: Live, followed: tuple[Run, Training]) -> None:
+def test_slots_while_training(live: Live, followed: Followed) -> None:
     """With one training and nothing else no slot of the pool is occupied."""
-    run, training = followed
-    check_log_goes_on(run, training)
+    followed.until_caught_up()
+    followed.check()
     pool = live.api.get("/pools/default_pool")
     assert pool["deferred_slots"] == 1
     assert pool["occupied_slots"] == 0
@@ -387,22 +404,23 @@ def test_slots_while_training(live: Live, followed: tuple[Run, Training]) -> Non
 
 @pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_triggerer_restarts(live: Live, followed: tuple[Run, Training], number: signal.Signals) -> None:
+def test_triggerer_restarts(live: Live, followed: Followed, number: signal.Signals) -> None:
     """However the triggerer ends, the next one goes on: no process changes and no log line is repeated."""
-    run, training = followed
+    followed.until_caught_up()
+    before = followed.last()
     live.stack.kill("triggerer", number)
-    run.until_step(training, last_logged(run) + 10)  # printed while nobody listens
+    followed.in_flight.update(range(before, followed.printed() + 1))
+    followed.run.until_step(followed.training, followed.printed() + 10)  # printed while nobody listens
     live.stack.restart("triggerer")
-    check_log_goes_on(run, training)
-    assert run.training() == training
-    assert run.state("train") == "deferred"
+    followed.until_caught_up()
+    followed.check()
 
 
 @pytest.mark.alone
-def test_trigger_moves(live: Live, followed: tuple[Run, Training]) -> None:
+def test_trigger_moves(live: Live, followed: Followed) -> None:
     """A trigger that Airflow gives to another triggerer is killed where it was: the training goes on."""
-    run, training = followed
-    database = live.stack.home / "airflow.db"
+    run, database = followed.run, live.stack.home / "airflow.db"
+    followed.until_caught_up()
     trigger = run.task("train")["trigger"]["id"]
     with closing(sqlite3.connect(database, timeout=30)) as db, db:
         db.execute(
@@ -411,15 +429,16 @@ def test_trigger_moves(live: Live, followed: tuple[Run, Training]) -> None:
         )
         assert db.execute("update trigger set triggerer_id = 99999 where id = ?", [trigger]).rowcount == 1
     until(lambda: "the trigger has moved" in str(run.log_files("train")), what="the trigger's kill")
-    before = last_logged(run)
+    before = followed.last()
     with closing(sqlite3.connect(database, timeout=30)) as db, db:
         db.execute("delete from job where id = 99999")
         db.execute("update trigger set triggerer_id = null where triggerer_id = 99999")
-    until(lambda: last_logged(run) > before + 10, what="the task log goes on")
+    until(lambda: followed.last() > before + 10, what="the task log goes on")
     # A triggerer that gets a trigger for the second time writes its log file anew (3.3.2).
-    newest = max(logged_steps(run).values(), key=lambda steps: max(steps, default=0))
+    newest = max(followed.logged().values(), key=lambda steps: max(steps, default=0))
     assert newest == list(range(before + 1, before + 1 + len(newest)))
-    assert run.training() == training
+    assert run.training() == followed.training
+    assert run.state("train") == "deferred"
 
 
 @pytest.mark.alone
