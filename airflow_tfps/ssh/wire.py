@@ -49,7 +49,7 @@ def quote(argv: Sequence[str]) -> str:
         raise ValueError("no command")
     if any("\0" in argument for argument in argv):
         raise ValueError("a NUL character in a command's arguments")
-    words = ['"\\\\"'.join(shlex.quote(part) for part in argument.split("\\")) for argument in argv]
+    words = ['"\\\\"'.join(_quoted(part) for part in argument.split("\\")) for argument in argv]
     line = "exec " + " ".join(words)
     size = len(line.encode("utf-8", "surrogateescape"))
     if size > MAX_COMMAND:
@@ -57,6 +57,11 @@ def quote(argv: Sequence[str]) -> str:
             f"a command line of {size} bytes; hosts take {MAX_COMMAND}: send data on standard input"
         )
     return line
+
+
+def _quoted(part: str) -> str:
+    """As shlex does it, but for zsh, to which a word like `=ls` is the path of a command."""
+    return f"'{part}'" if part.startswith("=") and "'" not in part else shlex.quote(part)
 
 
 def signal_number(name: str) -> int:

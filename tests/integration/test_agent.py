@@ -1012,7 +1012,7 @@ def test_what_ignores_sigterm_is_gone_after_the_grace_time(training):
     begun = time.monotonic()
     assert training.stop(grace_secs=1.0) == "STOPPED"
     assert time.monotonic() - begun < 1.0 + 1.0 + 1.5, "grace + 1 s, and the command's own start"
-    assert not [p for p in pids if is_running(p)]
+    wait_until(lambda: not [p for p in pids if is_running(p)], "all are gone, the agent as the last", 1.0)
     assert [
         e["exit"]["signal"] for e in training.events() if e.get("state") == "STOPPED" and "exit" in e
     ] == [9, 15]

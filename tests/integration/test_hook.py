@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -343,15 +345,8 @@ def test_secrets_reach_the_tasks_and_no_file(lab, hook, monkeypatch):
     secret = f"planted{uuid.uuid4().hex}"
     monkeypatch.setenv("AIRFLOW_CONN_MINIO", f'{{"conn_type": "http", "password": "{secret}"}}')
     code = "import hashlib, os, time; print(hashlib.sha256(os.environ['S3_KEY'].encode()).hexdigest()); time.sleep(600)"
-    job = lab.job(
-        script=None,
-        progress=None,
-        command=[sys.executable, "-c", code],
-        args=[],
-        secrets={"S3_KEY": "conn:minio#password"},
-    )
-    import hashlib
-
+    (lab.folder / "hashes.py").write_text(code)
+    job = lab.job(script="hashes.py", secrets={"S3_KEY": "conn:minio#password"})
     handle = hook.ensure(job, lab.training(), wait=False)
     digest = hashlib.sha256(secret.encode()).hexdigest()
     deadline = time.monotonic() + 30
@@ -412,7 +407,8 @@ def test_following_goes_on_over_a_lost_connection(lab, relay, define, how):
         lost = [m for m in watcher.messages if m["type"] == UNREACHABLE and m["host"] == "hook-a"]
         assert lost
         assert lost[-1]["secs"] == 0.0, "and it says that it is back"
-        hook.stop(handle, "the test is over")
+    with ClusterHook(inventory=inventory) as another:
+        another.stop(handle, "the test is over")
 
 
 def test_a_new_follower_repeats_no_line_of_the_log(lab, hook):
@@ -536,8 +532,8 @@ def test_stopping_by_key_needs_no_handle(lab, hook):
     """`teardown` finds every incarnation on every host of the inventory, and nothing of another key."""
     key = f"hook/{uuid.uuid4().hex}"
     trainings = [lab.training(key), lab.training(key), lab.training()]
-    for training in trainings:
-        hook.ensure(lab.job(), training, wait=False)
+    for training, host in zip(trainings, ("hook-a", "hook-b", "hook-a"), strict=True):
+        hook.ensure(lab.job(), training, wait=False, chief_host=host)
     with ClusterHook(inventory=lab.inventory()) as another:
         found = another.stop_key(key, "teardown", grace_secs=1)
         assert set(found) == {"hook-a", "hook-b"}
@@ -574,6 +570,25 @@ def test_a_command_whose_connection_breaks_is_an_error(lab, relay, define):
             hook.status(handle)
     with ClusterHook(inventory=inventory) as hook:
         assert {s["is_alive"] for s in hook.status(handle).values()} == {True}, "the training lives on"
+
+
+def test_what_could_not_be_brought_up_is_cleared_away_over_a_new_connection(lab, relay, define):
+    """The connection breaks while the cluster comes up: the reservation must not wait for its lease."""
+    training = lab.training()
+    link, inventory = behind(lab, relay, define)
+
+    def cut() -> None:
+        deadline = time.monotonic() + 30
+        while not lab.processes("\0probe\0") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        link.cut()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    with ClusterHook(inventory=inventory) as hook, pytest.raises(HostUnreachableError, match="hook-b"):
+        hook.ensure(lab.job("deaf=ps:0"), training, chief_host="hook-a")
+    cutter.join()
+    assert not lab.living(training)
 
 
 def test_probing_from_a_trigger(lab, hook):
