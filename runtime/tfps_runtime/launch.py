@@ -92,6 +92,8 @@ def enter(launch: Launch, parent: int, inherited: Sequence[int] = ()) -> None:
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    # Whoever shows its stacks on it says so later; until then, and in a command, it must not be deadly.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     null = os.open(os.devnull, os.O_RDONLY)

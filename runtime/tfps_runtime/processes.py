@@ -247,8 +247,11 @@ class Processes:
         """Signal the task's whole process group, if the process is still the one that was started."""
         for pid, process in self._living.items():
             if process.task == task and start_time(pid) == process.started:
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.killpg(pid, number)
+                except ProcessLookupError:  # so young that it has no group of its own yet
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     def signal_leader(self, task: str, number: int) -> None:
         for pid, process in self._living.items():

@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 import tfps_runtime
 from tfps_runtime import commands
+from tfps_runtime.processes import Processes, _Process, start_time
 from tfps_runtime.protocol import Paths, RefusedError, Task, TrainingId
 from tfps_runtime.reserve import is_held, read_lock
 
@@ -1384,6 +1385,31 @@ def test_stacks_on_demand(training):
     assert training.task("worker:0")["pid"] == pid
 
 
+@pytest.mark.parametrize("kind", ["command", "warm", "spawned"])
+def test_asking_for_stacks_kills_nobody(training, kind):
+    """Neither a program that knows nothing of the signal, nor a task that has only just been started."""
+    training.reserve({"task": "worker:0", "restarts": 0, "warm": kind == "warm", "has_port": False})
+    if kind == "command":
+        training.start(program={"script": None, "args": [], "command": ["sleep", "600"], "progress": None})
+    else:
+        training.start("pause=600")
+    training.launch()
+    pid = wait_until(lambda: training.task("worker:0").get("pid"), "it has a process")
+    for _ in range(20):
+        training.tell("dump")
+    assert training.event("worker:0", "RUNNING")["pid"] == pid
+    assert is_running(pid)
+
+
+def test_a_signal_reaches_a_process_that_has_no_group_yet():
+    """A stop may come between the fork and the new task's first system call."""
+    young = subprocess.Popen(["sleep", "600"])
+    processes = Processes([], {}, warm=False, output=2)
+    processes._living[young.pid] = _Process("ps:0", start_time(young.pid), is_forked=True)
+    processes.signal_group("ps:0", signal.SIGTERM)
+    assert young.wait(10) == -signal.SIGTERM
+
+
 def test_logs_on_demand(training):
     """The last lines of any task's log, alive or not; of an unknown one nothing."""
     training.up("worker:0", args=("steps=3",))
@@ -1492,6 +1518,28 @@ def test_probing_names_what_is_missing(training):
     found = training.host.ask("probe", {**training.request, "addresses": addresses, "timeout_secs": 1.5})
     assert found["missing"] == {"ps:0": f"{addresses['ps:0']} does not accept connections"}
     assert found["failed"] is None
+
+
+def test_probing_many_silent_addresses_takes_no_longer_than_one(training):
+    """A firewall drops packets: forty seconds of silence, one after the other, would outlast every patience."""
+    training.reserve("ps:0")
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # nobody accepts: once these wait, further ones get no answer
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        request = {
+            **training.request,
+            "addresses": {f"worker:{i}": address for i in range(40)},
+            "timeout_secs": 0.1,
+        }
+        begun = time.monotonic()
+        assert len(training.host.ask("probe", request)["missing"]) == 40
+        assert time.monotonic() - begun < 20
 
 
 def test_probing_ends_at_once_when_a_task_has_failed(training):
