@@ -1,4 +1,4 @@
-"""Real SSH hosts for tests: the demo's own servers, and OpenSSH's sshd where it is installed.
+"""Real hosts and clusters for tests: SSH servers (ours, and OpenSSH where it is installed), TensorFlow on loopback.
 
     def test_x(embedded_hosts, define):
         hosts = embedded_hosts("gpu-a", "gpu-b")        # also sets AIRFLOW_CONN_GPU_A, AIRFLOW_CONN_GPU_B
@@ -34,6 +34,10 @@ from airflow_tfps.ssh import Completed, Endpoint, connect, connect_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from clusters import Nursery, Trainings
 
 if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
@@ -329,3 +333,19 @@ def endpoint(request, define) -> Endpoint:
 def transport(open_, endpoint):
     with open_(endpoint) as transport:
         yield transport
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory) -> Iterator[Nursery]:
+    """The one process that has imported TensorFlow."""
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def train(forks, tmp_path) -> Iterator[Trainings]:
+    """Make trainings; whatever they started is gone afterwards."""
+    trainings = Trainings(forks, tmp_path)
+    yield trainings
+    trainings.close()
