@@ -11,7 +11,7 @@ import io
 import os
 import tarfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,13 @@ class Blob:
     kind: str
     """`file`, or `tar` for a directory."""
     path: str
+    beside: tuple[str, ...] = ()
+    """Files and folders that go into one folder with `path`."""
+
+    @property
+    def entry(self) -> str:
+        """What is meant of an uploaded folder: the program in it, or nothing, the folder itself."""
+        return Path(self.path).name if self.beside else ""
 
     def request(self, workdir: str) -> dict[str, Any]:
         """The request of the on-host command `put`."""
@@ -102,8 +109,10 @@ class Blob:
 
     def content(self) -> bytes:
         """The bytes to send. Reads the whole file."""
+        if self.beside:
+            return _archive(*map(Path, (self.path, *self.beside)))
         source = _open(self.path)
-        return _archive(source) if self.kind == "tar" else source.read_bytes()
+        return _archive(source, is_content=True) if self.kind == "tar" else source.read_bytes()
 
 
 def _open(path: str) -> Any:
@@ -118,29 +127,40 @@ def blobs_of(job: JobSpec) -> Iterator[Blob]:
     """What must be uploaded for a job: its program or script, and every input that is not on the hosts already."""
     for key, path in (("program", job.program), ("script", job.script)):
         if path is not None:
-            yield blob(key, str(job.local_path(path)))
+            beside = tuple(str(job.local_path(file)) for file in job.files)
+            yield blob(key, str(job.local_path(path)), beside)
     local = job.local_inputs
     for name, value in job.inputs.items():
         if not value.startswith("host:"):
             yield blob(f"inputs.{name}", str(local.get(name, value)))
 
 
-def blob(key: str, path: str) -> Blob:
-    """Hash a file or a directory. Raises OSError when it cannot be read."""
+def blob(key: str, path: str, beside: tuple[str, ...] = ()) -> Blob:
+    """Hash a file or a directory, or a file with all that goes beside it. Raises OSError when one cannot be read."""
     source = _open(path)
-    kind = "tar" if source.is_dir() else "file"
-    content = _archive(source) if kind == "tar" else source.read_bytes()
+    is_tar = bool(beside) or source.is_dir()
+    name = Path(path).stem if beside else source.name
+    made = Blob(
+        key=key, name=name, sha256="", size=0, kind="tar" if is_tar else "file", path=path, beside=beside
+    )
+    content = made.content()
     digest = hashlib.sha256(content).hexdigest()[:HASH_DIGITS]
-    return Blob(key=key, name=source.name, sha256=digest, size=len(content), kind=kind, path=path)
+    return replace(made, sha256=digest, size=len(content))
 
 
-def _archive(root: Any) -> bytes:
-    """A directory's regular files as a tar whose bytes depend on names and contents only."""
+def _archive(*roots: Any, is_content: bool = False) -> bytes:
+    """Files and directories as a tar whose bytes depend on names and contents only: regular files, no bytecode.
+
+    With `is_content` the one root's own name is left out.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted((p for p in root.rglob("*") if p.is_file()), key=str):
-            content = path.read_bytes()
-            info = tarfile.TarInfo(os.path.relpath(str(path), str(root)))
-            info.size, info.mode = len(content), 0o600
-            archive.addfile(info, io.BytesIO(content))
+        for root in roots:
+            base = str(root) if is_content else os.path.dirname(str(root))
+            paths = [root] if root.is_file() else (p for p in root.rglob("*") if p.is_file())
+            for path in sorted((p for p in paths if "__pycache__" not in p.parts), key=str):
+                content = path.read_bytes()
+                info = tarfile.TarInfo(os.path.relpath(str(path), base))
+                info.size, info.mode = len(content), 0o600
+                archive.addfile(info, io.BytesIO(content))
     return buffer.getvalue()

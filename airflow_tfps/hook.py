@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import posixpath
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -340,7 +341,7 @@ class ClusterHook(BaseHook):
         if not answer["is_there"]:
             log.info("%s: uploading %s (%d bytes)", host, blob.name, blob.size)
             answer = self.call(host, "put", request, content=blob.content(), timeout=UPLOAD_SECS)
-        return str(answer["path"])
+        return posixpath.join(str(answer["path"]), blob.entry) if blob.entry else str(answer["path"])
 
     def _start(
         self,

@@ -42,12 +42,14 @@ _ONLY_WITH = {
     "args": ("script", "command"),
     "progress": ("script", "command"),
     "compat": ("script",),
+    "files": ("program", "script"),
     "seed": ("program", "script"),
     "preload": ("program", "script"),
 }
 _WHY = {
     "args": "a harness program gets its values through hparams and inputs",
     "progress": "a harness program reports its progress itself",
+    "files": "a command is on the hosts already",
     "compat": "a harness program imports tensorflow.compat.v1 itself",
     "seed": "nothing passes it on to a command; use args",
     "preload": "a command is always started afresh",
@@ -72,6 +74,7 @@ def job_faults(job: JobSpec, given: Collection[str]) -> Faults:
         yield from _keys_of_kind(job, kind, given)
     if is_known(job.roles):
         yield from _roles(job, kind)
+    yield from _files(job)
     yield from _aggregation(job)
     yield from _checkpoint(job)
     yield from _progress(job)
@@ -89,6 +92,24 @@ def _keys_of_kind(job: JobSpec, kind: str, given: Collection[str]) -> Faults:
             yield path, f"goes with {' or '.join(kinds)} only: {_WHY[path]}"
     if kind == "command" and "launch" in given and job.launch == "warm":
         yield "launch", "a command is always started afresh; write spawn, or leave it out"
+
+
+def _files(job: JobSpec) -> Faults:
+    taken = {_name(path) for path in (job.program, job.script) if path is not None and is_known(path)}
+    for i, path in enumerate(job.files if is_known(job.files) else ()):
+        if isinstance(path, Template):
+            continue
+        name = _name(path)
+        if name in {"", ".", ".."} | taken:
+            yield (
+                f"files[{i}]",
+                f"must have a name of its own, for all of them go into one folder; is {name!r}",
+            )
+        taken.add(name)
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _count(job: JobSpec, role: str) -> int | None:

@@ -161,7 +161,7 @@ class _Trial:
 
     def task_failures(self) -> Verdict | None:
         for task in self.order:
-            if task == self.rules.chief or Task.parse(task).role == "ps":
+            if task == self.rules.chief or Task.parse(task).is_needed:
                 return self.failed(task)
         for task in sorted(self.states):
             if Task.parse(task).role == "ps" and self.states[task] is TaskState.SUCCEEDED:
@@ -207,8 +207,7 @@ class _Trial:
             for task, where in self.rules.tasks.items():
                 if where != host or self.states.get(task, TaskState.PENDING).is_final:
                     continue
-                role = Task.parse(task).role
-                if role == "ps" or task == self.rules.chief:
+                if task == self.rules.chief or Task.parse(task).is_needed:
                     secs = self.unreachable[host]
                     return Verdict(
                         outcome="failed",
@@ -216,7 +215,7 @@ class _Trial:
                         task=self.label(task),
                         transient=True,
                     )
-                if role in _TRAINERS:
+                if Task.parse(task).role in _TRAINERS:
                     missing.append(task)
         gone = [t for t in self.order if Task.parse(t).role in _TRAINERS]
         if missing and len({*missing, *gone}) > self.spare_workers():

@@ -167,6 +167,8 @@ class JobSpec:
     """Python file with `model_fn` and `input_fn`, for the training harness. Relative to the job file."""
     script: Annotated[str, NotEmpty()] | None = None
     """Python file with its own training loop, run as `__main__` with `args`. Relative to the job file."""
+    files: tuple[Annotated[str, NotEmpty()], ...] = ()
+    """Modules and folders that `program` or `script` imports or reads; they go beside it. Relative to the job file."""
     command: Annotated[tuple[TextOrNumber, ...], NotEmpty()] | None = None
     """Any program on the hosts, as a list of arguments; always started afresh, never forked."""
     args: tuple[TextOrNumber, ...] = ()
@@ -361,6 +363,11 @@ class JobSpec:
         for key, path in (("program", self.program), ("script", self.script)):
             if path is not None and not self.local_path(path).is_file():
                 faults.append(f"{key}: there is no file {self.local_path(path)} on this machine")
+        faults.extend(
+            f"files[{i}]: there is no file or folder {self.local_path(path)} on this machine"
+            for i, path in enumerate(self.files)
+            if not self.local_path(path).exists()
+        )
         faults.extend(
             f"inputs.{name}: no file {path} on this machine; a path on the hosts is written host:{path}"
             for name, path in self.local_inputs.items()

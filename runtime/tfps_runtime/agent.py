@@ -7,7 +7,6 @@ signals and sockets into events and carries out actions. Every TF task dies with
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import selectors
@@ -20,8 +19,7 @@ import traceback
 from typing import Any, Optional
 
 from tfps_runtime import core
-from tfps_runtime.assignment import assign
-from tfps_runtime.checkpoint import latest_checkpoint
+from tfps_runtime.assignment import assign, working_directory
 from tfps_runtime.followers import Connection, Followers, integer, seconds
 from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, prctl
 from tfps_runtime.processes import Processes
@@ -31,7 +29,6 @@ from tfps_runtime.protocol import (
     Kind,
     LockRecord,
     Paths,
-    Progress,
     ProtocolError,
     RefusedError,
     Reservation,
@@ -56,10 +53,9 @@ from tfps_runtime.reserve import (
     own_checkpoint_dir,
     write_file,
 )
+from tfps_runtime.scripts import LogScanner, result_of
 from tfps_runtime.tails import Acknowledged, LogFile, ProgressFile
 
-SCANNED_CHUNKS = 32
-"""How much of a script's log is searched for progress at a time (64 KiB each)."""
 QUIET_SECS, BUSY_SECS, STARTING_SECS = 1.0, 0.1, 0.03
 """How long the loop sleeps when nothing comes: without TF tasks, with some, while one is starting."""
 
@@ -120,8 +116,7 @@ class Agent:
         self.output = os.open(self.paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.logs = {t.task: LogFile(self.paths.log(t.name)) for t in request.tasks}
         self.progress = {t.task: ProgressFile(self.paths.progress(t.name)) for t in request.tasks}
-        self._progress_pattern: Optional[re.Pattern[str]] = None
-        self._scanned = {name: log.size() for name, log in self.logs.items()}
+        self._scanners: dict[str, LogScanner] = {}
         self.acknowledged = Acknowledged(self.paths.acknowledged)
         self.followers = Followers(self.logs.__getitem__)
         self.selector = selectors.DefaultSelector()
@@ -296,7 +291,7 @@ class Agent:
         )
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.paths.result(task))
+                os.unlink(self._result_path(task))
             if given.context is not None:
                 write_file(self.paths.context(task), given.context.dumps() + "\n")
             pid = self.processes.launch(given.launch, warm=given.warm, argv=given.argv)
@@ -307,6 +302,13 @@ class Agent:
             return
         if pid is not None:
             self.happen(core.Spawned(name, pid))
+
+    def _result_path(self, task: Task) -> str:
+        """A script leaves its result in its working directory."""
+        assert self.start_request is not None
+        spec = self.state.tasks[str(task)].spec
+        directory = working_directory(self.start_request, self.reservation, self.paths, spec)
+        return os.path.join(directory, os.path.basename(self.paths.result(task)))
 
     def _ended(self, name: str, exit_: Exit, reason: str, *, charged: bool) -> None:
         self._read_progress(ended=name)
@@ -330,22 +332,13 @@ class Agent:
 
     def _result(self, chief: str) -> Optional[Result]:
         try:
-            with open(self.paths.result(Task.parse(chief)), encoding="utf-8") as file:
+            with open(self._result_path(Task.parse(chief)), encoding="utf-8") as file:
                 return Result.loads(file.read(4 * 1024 * 1024))
         except FileNotFoundError:
-            return self._script_result(chief)
+            return result_of(self.progress[chief].newest, self.reservation.checkpoint_dir)
         except (ProtocolError, OSError, UnicodeDecodeError) as error:
             sys.stderr.write(f"result of {chief}: {error}\n")
             return None
-
-    def _script_result(self, chief: str) -> Optional[Result]:
-        """What can be said of a script, which writes no result: its last progress and its last checkpoint."""
-        newest, directory = self.progress[chief].newest, self.reservation.checkpoint_dir
-        saved = None if directory is None else latest_checkpoint(directory)
-        if newest is None and saved is None:
-            return None
-        step = newest.global_step if newest is not None else saved.global_step if saved is not None else 0
-        return Result(global_step=step, checkpoint=None if saved is None else saved.prefix)
 
     def _find_listening(self) -> None:
         for name, view in self.state.tasks.items():
@@ -358,44 +351,14 @@ class Agent:
         for name, view in self.state.tasks.items():
             if not view.state.is_alive or view.spec.name.role == "ps":
                 continue
-            if self._progress_pattern is not None:
-                self._scan_log(name, is_complete=name == ended)
+            if name in self._scanners:
+                self._scanners[name].scan(is_complete=name == ended)
             records = self.progress[name].read()
             if records:
                 self.happen(core.Advanced(name))
                 newest = records[-1].to_json()
                 newest = {k: v for k, v in newest.items() if v is not None}
                 self.followers.tell({"type": Kind.PROGRESS, "task": name, "progress": newest})
-
-    def _scan_log(self, name: str, *, is_complete: bool) -> None:
-        """Progress of a script: what its log says."""
-        newest = None
-        for _ in range(SCANNED_CHUNKS):
-            after, lines = self.logs[name].read_lines(self._scanned[name], is_complete=is_complete)
-            if after == self._scanned[name]:
-                break
-            self._scanned[name] = after
-            newest = next(filter(None, map(self._progress_in, reversed(lines))), newest)
-        if newest is not None:
-            with contextlib.suppress(OSError):
-                self.progress[name].append(newest)
-
-    def _progress_in(self, line: str) -> Optional[Progress]:
-        assert self._progress_pattern is not None
-        found = self._progress_pattern.search(line)
-        if found is None:
-            return None
-        groups = found.groupdict()
-        try:
-            step = int(groups["step"])
-        except (KeyError, TypeError, ValueError):
-            return None
-        loss = None
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            loss = float(groups["loss"])
-        if loss is not None and not math.isfinite(loss):
-            loss = None  # it went on all the same
-        return Progress(time=time.time(), global_step=step, loss=loss)
 
     # --- clients
 
@@ -463,9 +426,10 @@ class Agent:
         program = request.program
         if program.progress is not None:
             try:
-                self._progress_pattern = re.compile(program.progress)
+                pattern = re.compile(program.progress)
             except re.error as error:
                 raise RefusedError("bad_request", f"progress: {error}") from None
+            self._scanners = {n: LogScanner(pattern, log, self.progress[n]) for n, log in self.logs.items()}
         self.start_request = request
         self.happen(
             core.Start(

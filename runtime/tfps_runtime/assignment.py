@@ -64,7 +64,7 @@ def assign(
     launch = Launch(
         task=spec.task,
         log=paths.log(task),
-        directory=paths.task_dir(task),
+        directory=working_directory(start, reservation, paths, spec),
         program=program,
         argv=tuple(fill(argument, values) for argument in program.args),
         env=env,
@@ -77,6 +77,16 @@ def assign(
         argv=None if program.command is None else [fill(argument, values) for argument in program.command],
         context=context,
     )
+
+
+def working_directory(start: StartRequest, reservation: Reservation, paths: Paths, spec: TaskSpec) -> str:
+    """A TF task's own directory; of a script's chief the checkpoint directory.
+
+    Scripts have their logdir written into them, as a relative path. There a retry finds it again.
+    """
+    if start.program.module is None and spec.is_chief and reservation.checkpoint_dir is not None:
+        return reservation.checkpoint_dir
+    return paths.task_dir(spec.name)
 
 
 def _context(

@@ -403,7 +403,7 @@ class _Draft:
         if is_retryable and view.spec.restarts:
             reason += f", after {view.restarts} restarts"
         self.move(name, TaskState.FAILED, reason=reason)
-        if view.spec.is_chief or view.spec.name.role == "ps":
+        if view.spec.is_chief or view.spec.name.is_needed:
             self.end_well_or_not(TrainingState.FAILED, f"{name}: {reason}")
 
     def end_well_or_not(self, to: TrainingState, reason: str = "") -> None:

@@ -21,8 +21,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
+from tfps_runtime.failure import report
 from tfps_runtime.protocol import Message, Program
 
 PR_SET_PDEATHSIG = 1
@@ -112,6 +113,7 @@ def become(launch: Launch, parent: int, inherited: Sequence[int]) -> None:
     try:
         enter(launch, parent, inherited)
         os.environ.update(launch.env)
+        buffer_lines()
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         reseed(launch.seed)
         code = run_program(launch)
@@ -122,6 +124,16 @@ def become(launch: Launch, parent: int, inherited: Sequence[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def buffer_lines() -> None:
+    """Let the C library write whole lines, too: TensorFlow prints device placements with `printf`.
+
+    Into a file it would keep 4 KiB to itself, and a killed task, or one that leaves by `os._exit`, would lose them.
+    """
+    libc = ctypes.CDLL(None)
+    stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+    libc.setvbuf(stdout, None, 1, ctypes.c_size_t(0))  # 1: _IOLBF
 
 
 def reseed(seed: Optional[str]) -> None:
@@ -159,8 +171,8 @@ def run_program(launch: Launch) -> int:
         runpy.run_path(program.script, run_name="__main__")
     except SystemExit as stop:
         return _exit_code(stop.code)
-    except BaseException:  # noqa: BLE001  reported as the interpreter does
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001  reported as the interpreter does
+        report(error)
         return 1
     finally:
         _wind_up()
@@ -185,11 +197,14 @@ def _wind_up() -> None:
     atexit._run_exitfuncs()  # noqa: SLF001  the interpreter's own way; the fork leaves by os._exit
 
 
-def main() -> int:
+def main() -> NoReturn:
     """A spawned task (`python … task`); `enter` has run between fork and exec."""
     launch = Launch.loads(os.environ.pop(LAUNCH_VARIABLE))
+    buffer_lines()
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     reseed(launch.seed)
     code = run_program(launch)
-    sys.stdout.flush()
-    return code
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # as the forked ones: a TensorFlow server has no clean end

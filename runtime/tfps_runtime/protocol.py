@@ -54,6 +54,14 @@ class Task:
     def __str__(self) -> str:
         return f"{self.role}:{self.index}"
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether no training can do without it, whatever the mode; beside the chief.
+
+        A ps; and a role with a name of its own, since nobody but the program knows what the others want of it.
+        """
+        return self.role not in ("chief", "worker", "evaluator")
+
     def at(self, host: str) -> str:
         return f"{self}@{host}"
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 
+from tfps_runtime.failure import report
 from tfps_runtime.protocol import CONTEXT_VARIABLE, TaskContext
 from tfps_runtime.training.evaluation import evaluate
 from tfps_runtime.training.model import EVAL, PREDICT, TRAIN, Model, Params, ProgramError, Shard
@@ -47,8 +47,8 @@ def main() -> int:
     configure_logging()
     try:
         return run(TaskContext.loads(Path(os.environ[CONTEXT_VARIABLE]).read_text(encoding="utf-8")))
-    except Exception:  # noqa: BLE001  (the process's outermost frame)
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  (the process's outermost frame)
+        report(error)
         return 1
     finally:
         sys.stdout.flush()

@@ -14,8 +14,9 @@ from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 
+from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import CheckpointOptions
-from tfps_runtime.training.model import ProgramError, first_line
+from tfps_runtime.training.model import ProgramError
 
 _log = logging.getLogger("tfps")
 

@@ -17,8 +17,9 @@ from typing import Any, Callable
 import tensorflow.compat.v1 as tf
 from google.protobuf import json_format
 
+from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import Task, TaskContext
-from tfps_runtime.training.model import ProgramError, first_line
+from tfps_runtime.training.model import ProgramError
 
 PS = "ps"
 

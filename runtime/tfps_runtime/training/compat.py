@@ -31,7 +31,7 @@ from tensorflow.python.ops import rnn_cell
 from tfps_runtime.training import contrib, mnist
 
 RECOVERY_WAIT_SECS = 0.5
-"""Between two looks of a worker for the chief's initialisation; stock: 30 s, which half of all short runs end before."""
+"""Between two looks of a worker for the chief's initialisation; stock: 30 s, so that it misses a short training."""
 STOP_GRACE_SECS = 2.0
 """For threads at the end; stock: 120 s, all of which a chief in sync mode waits, blocked in its queue runner."""
 
@@ -101,7 +101,7 @@ class Supervisor(tf.train.Supervisor):  # type: ignore[misc]  # TensorFlow is un
         )
 
     def stop(
-        self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = True  # noqa: FBT001, FBT002  as it is
+        self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = True
     ) -> None:
         super().stop(threads, close_summary_writer, ignore_live_threads)
 
@@ -199,11 +199,10 @@ def install() -> None:
     stand_in.__file__ = real.__file__
     stand_in.__doc__ = real.__doc__
     sys.modules["tensorflow"] = stand_in
-    parts = {f"contrib.{name}": content for name, content in contrib.PARTS.items()}
     tutorials = "examples.tutorials"
     packages: Mapping[str, Mapping[str, Any]] = {
         "contrib": {},
-        **parts,
+        **{f"contrib.{name}": names for name, names in contrib.PARTS.items()},
         "examples": {},
         tutorials: {},
         f"{tutorials}.mnist": {},
@@ -211,8 +210,8 @@ def install() -> None:
             name: getattr(mnist, name) for name in ("DataSet", "Datasets", "read_data_sets")
         },
     }
-    for name, content in packages.items():
-        sys.modules.setdefault(f"tensorflow.{name}", _Package(f"tensorflow.{name}", content))
+    for name, names in packages.items():
+        sys.modules.setdefault(f"tensorflow.{name}", _Package(f"tensorflow.{name}", names))
     sys.meta_path.insert(0, _Finder())
 
 

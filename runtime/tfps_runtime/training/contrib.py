@@ -7,6 +7,7 @@ from the documentation of TensorFlow 1.15; arguments that are not listed here we
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
 import tensorflow.compat.v1 as tf
@@ -44,7 +45,7 @@ def sum_regularizer(regularizers: Sequence[Optional[Function]]) -> Function:
 
 
 def _regularizer(name: str, scale: float, norm: Function) -> Function:
-    if not 0.0 <= scale:  # also not a number
+    if not scale >= 0.0:  # also not a number
         raise ValueError(f"the scale of {name}_regularizer must be >= 0, is {scale}")
 
     def penalty(weights: Any) -> Any:
@@ -65,7 +66,7 @@ def apply_regularization(regularizer: Function, weights_list: Optional[Sequence[
     return total
 
 
-def xavier_initializer(uniform: bool = True, seed: Optional[int] = None, dtype: Any = tf.float32) -> Any:  # noqa: FBT001, FBT002  as it was
+def xavier_initializer(uniform: bool = True, seed: Optional[int] = None, dtype: Any = tf.float32) -> Any:
     """Glorot and Bengio (2010): variance 2 / (inputs + outputs)."""
     kind = tf.glorot_uniform_initializer if uniform else tf.glorot_normal_initializer
     return kind(seed=seed, dtype=dtype)
@@ -74,7 +75,7 @@ def xavier_initializer(uniform: bool = True, seed: Optional[int] = None, dtype: 
 def variance_scaling_initializer(
     factor: float = 2.0,
     mode: str = "FAN_IN",
-    uniform: bool = False,  # noqa: FBT001, FBT002  as it was
+    uniform: bool = False,
     seed: Optional[int] = None,
     dtype: Any = tf.float32,
 ) -> Any:
@@ -91,44 +92,74 @@ def variance_scaling_initializer(
 # --- layers: layers -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What `fully_connected` and `conv2d` take by name beside their first arguments, with the defaults of old."""
+
+    normalizer_fn: Optional[Function] = None
+    normalizer_params: Mapping[str, Any] = field(default_factory=dict)
+    weights_initializer: Any = None
+    weights_regularizer: Any = None
+    biases_initializer: Any = tf.zeros_initializer
+    biases_regularizer: Any = None
+    reuse: Any = None
+    trainable: bool = True
+    scope: Any = None
+
+    def weights(self, shape: Sequence[int], dtype: Any) -> Any:
+        """The variable `weights`; Xavier's initialisation by default."""
+        return tf.get_variable(
+            "weights",
+            shape,
+            dtype,
+            initializer=self.weights_initializer or xavier_initializer(),
+            regularizer=self.weights_regularizer,
+            trainable=self.trainable,
+            collections=[tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.MODEL_VARIABLES, tf.GraphKeys.WEIGHTS],
+        )
+
+    def finish(self, outputs: Any, size: int, activation: Optional[Function]) -> Any:
+        """Normalise, or add the variable `biases`, and activate."""
+        if self.normalizer_fn is not None:
+            outputs = self.normalizer_fn(outputs, **(self.normalizer_params or {}))
+        elif self.biases_initializer is not None:
+            make = self.biases_initializer
+            biases = tf.get_variable(
+                "biases",
+                [size],
+                outputs.dtype.base_dtype,
+                initializer=make() if isinstance(make, type) else make,
+                regularizer=self.biases_regularizer,
+                trainable=self.trainable,
+                collections=[
+                    tf.GraphKeys.GLOBAL_VARIABLES,
+                    tf.GraphKeys.MODEL_VARIABLES,
+                    tf.GraphKeys.BIASES,
+                ],
+            )
+            outputs = tf.nn.bias_add(outputs, biases)
+        return outputs if activation is None else activation(outputs)
+
+
 def fully_connected(
-    inputs: Any,
-    num_outputs: int,
-    activation_fn: Optional[Function] = tf.nn.relu,
-    normalizer_fn: Optional[Function] = None,
-    normalizer_params: Optional[Mapping[str, Any]] = None,
-    weights_initializer: Any = None,
-    weights_regularizer: Any = None,
-    biases_initializer: Any = tf.zeros_initializer,
-    biases_regularizer: Any = None,
-    reuse: Any = None,
-    trainable: bool = True,  # noqa: FBT001, FBT002  as it was
-    scope: Any = None,
+    inputs: Any, num_outputs: int, activation_fn: Optional[Function] = tf.nn.relu, **options: Any
 ) -> Any:
-    """A dense layer with the variables `weights` and, unless its initializer is None, `biases`; relu by default."""
-    with tf.variable_scope(scope, "fully_connected", [inputs], reuse=reuse):
+    """A dense layer over the last dimension; relu by default. See `_Options` for the rest."""
+    chosen = _Options(**options)
+    with tf.variable_scope(chosen.scope, "fully_connected", [inputs], reuse=chosen.reuse):
         inputs = tf.convert_to_tensor(inputs)
         size = _known(inputs.shape[-1], "the last dimension of fully_connected's inputs")
-        weights = _weights([size, num_outputs], inputs, weights_initializer, weights_regularizer, trainable)
+        weights = chosen.weights([size, num_outputs], inputs.dtype.base_dtype)
         if inputs.shape.rank == 2:
             outputs = tf.matmul(inputs, weights)
         else:
             outputs = tf.tensordot(inputs, weights, [[inputs.shape.rank - 1], [0]])
-        return _finish(
-            outputs,
-            num_outputs,
-            activation_fn,
-            normalizer_fn,
-            normalizer_params,
-            biases_initializer,
-            biases_regularizer,
-            trainable,
-        )
+        return chosen.finish(outputs, num_outputs, activation_fn)
 
 
-def linear(*args: Any, **kwargs: Any) -> Any:
+def linear(inputs: Any, num_outputs: int, **options: Any) -> Any:
     """`fully_connected` without an activation."""
-    return fully_connected(*args, **{"activation_fn": None, **kwargs})
+    return fully_connected(inputs, num_outputs, **{"activation_fn": None, **options})
 
 
 def conv2d(
@@ -137,34 +168,19 @@ def conv2d(
     kernel_size: Shape2,
     stride: Shape2 = 1,
     padding: str = "SAME",
+    *,
     activation_fn: Optional[Function] = tf.nn.relu,
-    normalizer_fn: Optional[Function] = None,
-    normalizer_params: Optional[Mapping[str, Any]] = None,
-    weights_initializer: Any = None,
-    weights_regularizer: Any = None,
-    biases_initializer: Any = tf.zeros_initializer,
-    biases_regularizer: Any = None,
-    reuse: Any = None,
-    trainable: bool = True,  # noqa: FBT001, FBT002  as it was
-    scope: Any = None,
+    **options: Any,
 ) -> Any:
-    """A convolution of images (batch, height, width, channels); variables as in `fully_connected`."""
-    with tf.variable_scope(scope, "Conv", [inputs], reuse=reuse):
+    """A convolution of images (batch, height, width, channels); relu by default. See `_Options` for the rest."""
+    chosen = _Options(**options)
+    with tf.variable_scope(chosen.scope, "Conv", [inputs], reuse=chosen.reuse):
         inputs = tf.convert_to_tensor(inputs)
         channels = _known(inputs.shape[-1], "the channels of conv2d's inputs")
         shape = [*_pair(kernel_size), channels, num_outputs]
-        weights = _weights(shape, inputs, weights_initializer, weights_regularizer, trainable)
+        weights = chosen.weights(shape, inputs.dtype.base_dtype)
         outputs = tf.nn.conv2d(inputs, weights, strides=[1, *_pair(stride), 1], padding=padding)
-        return _finish(
-            outputs,
-            num_outputs,
-            activation_fn,
-            normalizer_fn,
-            normalizer_params,
-            biases_initializer,
-            biases_regularizer,
-            trainable,
-        )
+        return chosen.finish(outputs, num_outputs, activation_fn)
 
 
 def max_pool2d(
@@ -193,7 +209,8 @@ def dropout(
     inputs: Any,
     keep_prob: Any = 0.5,
     noise_shape: Any = None,
-    is_training: bool = True,  # noqa: FBT001, FBT002  as it was
+    is_training: Any = True,
+    *,
     scope: Any = None,
     seed: Optional[int] = None,
 ) -> Any:
@@ -218,45 +235,6 @@ def _known(size: Any, what: str) -> int:
 
 def _pair(value: Shape2) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
-
-
-def _weights(shape: Sequence[int], inputs: Any, initializer: Any, regularizer: Any, trainable: bool) -> Any:  # noqa: FBT001  positional below
-    return tf.get_variable(
-        "weights",
-        shape,
-        inputs.dtype.base_dtype,
-        initializer=xavier_initializer() if initializer is None else initializer,
-        regularizer=regularizer,
-        trainable=trainable,
-        collections=[tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.WEIGHTS, tf.GraphKeys.MODEL_VARIABLES],
-    )
-
-
-def _finish(
-    outputs: Any,
-    size: int,
-    activation: Optional[Function],
-    normalizer: Optional[Function],
-    normalizer_params: Optional[Mapping[str, Any]],
-    biases_initializer: Any,
-    biases_regularizer: Any,
-    trainable: bool,  # noqa: FBT001  one caller's list
-) -> Any:
-    """Normalise or add biases, then activate."""
-    if normalizer is not None:
-        outputs = normalizer(outputs, **(normalizer_params or {}))
-    elif biases_initializer is not None:
-        biases = tf.get_variable(
-            "biases",
-            [size],
-            outputs.dtype.base_dtype,
-            initializer=biases_initializer() if isinstance(biases_initializer, type) else biases_initializer,
-            regularizer=biases_regularizer,
-            trainable=trainable,
-            collections=[tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.BIASES, tf.GraphKeys.MODEL_VARIABLES],
-        )
-        outputs = tf.nn.bias_add(outputs, biases)
-    return outputs if activation is None else activation(outputs)
 
 
 # --- training -------------------------------------------------------------------------------------------------------

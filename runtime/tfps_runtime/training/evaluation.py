@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from tfps_runtime.failure import first_line
 from tfps_runtime.training.cluster import Cluster
 from tfps_runtime.training.inputs import Batches, build_batches
-from tfps_runtime.training.model import EVAL, Model, Params, ProgramError, Shard, first_line
+from tfps_runtime.training.model import EVAL, Model, Params, ProgramError, Shard
 from tfps_runtime.training.program import Program, load_program
 
 _log = logging.getLogger("tfps")

@@ -39,7 +39,7 @@ class DataSet:
     def num_examples(self) -> int:
         return len(self.labels)
 
-    def next_batch(self, batch_size: int, fake_data: bool = False, shuffle: bool = True) -> tuple[Any, Any]:  # noqa: FBT001, FBT002  as it was
+    def next_batch(self, batch_size: int, fake_data: bool = False, shuffle: bool = True) -> tuple[Any, Any]:
         """The next `batch_size` images and labels. A batch may reach over the end of an epoch."""
         if fake_data:
             raise ValueError("fake_data is not supported")
@@ -68,10 +68,11 @@ class Datasets:
 
 def read_data_sets(
     train_dir: str,
-    fake_data: bool = False,  # noqa: FBT001, FBT002  as it was
-    one_hot: bool = False,  # noqa: FBT001, FBT002  as it was
+    fake_data: bool = False,
+    one_hot: bool = False,
+    *,
     dtype: Any = np.float32,
-    reshape: bool = True,  # noqa: FBT001, FBT002  as it was
+    reshape: bool = True,
     validation_size: int = VALIDATION_SIZE,
     seed: Optional[int] = None,
     source_url: str = "",

@@ -25,11 +25,6 @@ class ProgramError(Exception):
     """A program, its parameters or its input cannot work; trying again does not help."""
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without the pages of graph and stack that TensorFlow puts below."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 class _Named(Mapping[str, Any]):
     """A read-only mapping whose KeyError says what there is and where to add the rest."""
 

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import EXIT_TRY_AGAIN, CheckpointOptions, Result, TaskContext
 from tfps_runtime.training.checkpoints import CheckpointHook, Checkpoints
 from tfps_runtime.training.cluster import Cluster
 from tfps_runtime.training.evaluation import evaluate
-from tfps_runtime.training.model import Params, ProgramError, first_line, random_seed
+from tfps_runtime.training.model import Params, ProgramError, random_seed
 from tfps_runtime.training.program import Program, load_program
 from tfps_runtime.training.progress import ProgressWriter
 from tfps_runtime.training.replica import Replica, build_replica
