@@ -30,10 +30,15 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from airflow_tfps.demo_hosts import DemoHost, connection_json, read_hosts
+from airflow_tfps.inventory import Inventory
 from airflow_tfps.ssh import Completed, Endpoint, connect, connect_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stage import ScriptCluster, Stage, free_addresses
 
 if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
@@ -329,3 +334,36 @@ def endpoint(request, define) -> Endpoint:
 def transport(open_, endpoint):
     with open_(endpoint) as transport:
         yield transport
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory) -> Iterator[Stage]:
+    """The product's nursery with TensorFlow imported, shared by all tests."""
+    stage = Stage(tmp_path_factory.mktemp("stage"))
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def script_cluster(stage, tmp_path) -> Iterator[Callable[..., ScriptCluster]]:
+    """Make clusters of a script's processes; whatever was started is gone afterwards."""
+    made: list[ScriptCluster] = []
+
+    def make(script: Path, *args: str, compat: str | None = "tf1", env=None, **roles: int) -> ScriptCluster:
+        directory = tmp_path / f"cluster-{len(made)}"
+        (directory / "checkpoints").mkdir(parents=True)
+        addresses = free_addresses(sum(roles.values()))
+        cluster = {role: [addresses.pop() for _ in range(count)] for role, count in roles.items()}
+        made.append(ScriptCluster(stage, directory, script, args, cluster, compat, env or {}))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture
+def here(tmp_path) -> Inventory:
+    """This machine as the only host, with a workdir of the test's own."""
+    host = {"ssh_conn_id": "local", "python": sys.executable, "workdir": str(tmp_path / "tfps"), "gpus": 0}
+    return Inventory.load({"hosts": {"here": host}})

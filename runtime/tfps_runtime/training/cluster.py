@@ -149,6 +149,11 @@ class Cluster:
         ]
 
 
+def serve(addresses: Mapping[str, list[str]], task: Task) -> Any:
+    """A server for one TF task of a cluster in this process; it listens when this returns, for as long as it lives."""
+    return tf.train.Server(tf.train.ClusterSpec(addresses), job_name=task.role, task_index=task.index)
+
+
 def balance_by_bytes(tasks: int) -> Callable[[Any], int]:
     """A strategy for `replica_device_setter`: each variable goes to the ps with the fewest bytes so far.
 

@@ -225,9 +225,13 @@ def _replace_defaults() -> None:
 
 
 def _silence() -> None:
-    """Keep out of the log that nearly every name of TensorFlow 1 is deprecated."""
+    """Keep out of the log that nearly every name of TensorFlow 1 is deprecated, and every line's second copy.
+
+    TensorFlow's logger has a handler, and `tf.app.run` gives absl's to the root logger.
+    """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"tensorflow\.python\.")
     logger = tf.get_logger()
+    logger.propagate = False
     if not any(isinstance(one, _NoDeprecations) for one in logger.filters):
         logger.addFilter(_NoDeprecations())
 
