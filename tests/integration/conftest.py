@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stage import ScriptCluster, Stage, free_addresses
+from stage import ProgramCluster, ScriptCluster, Stage, free_addresses
 
 if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-home-")
@@ -346,15 +346,18 @@ def stage(tmp_path_factory) -> Iterator[Stage]:
 
 @pytest.fixture
 def script_cluster(stage, tmp_path) -> Iterator[Callable[..., ScriptCluster]]:
-    """Make clusters of a script's processes; whatever was started is gone afterwards."""
+    """Make clusters of a script's processes, or with `fields` of a harness program's; they are gone afterwards."""
     made: list[ScriptCluster] = []
 
-    def make(script: Path, *args: str, compat: str | None = "tf1", env=None, **roles: int) -> ScriptCluster:
+    def make(script: Path, *args: str, compat: str | None = "tf1", env=None, fields=None, **roles: int):
         directory = tmp_path / f"cluster-{len(made)}"
         (directory / "checkpoints").mkdir(parents=True)
         addresses = free_addresses(sum(roles.values()))
         cluster = {role: [addresses.pop() for _ in range(count)] for role, count in roles.items()}
-        made.append(ScriptCluster(stage, directory, script, args, cluster, compat, env or {}))
+        if fields is not None:
+            made.append(ProgramCluster(stage, directory, script, args, cluster, fields=fields))
+        else:
+            made.append(ScriptCluster(stage, directory, script, args, cluster, compat, env or {}))
         return made[-1]
 
     yield make

@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,22 @@ from typing import TYPE_CHECKING, Any
 from tfps_runtime.launch import Launch
 from tfps_runtime.placeholders import fill, values_for
 from tfps_runtime.processes import Processes
-from tfps_runtime.protocol import Exit, Kind, Program, Task, TrainingId
+from tfps_runtime.protocol import (
+    CONTEXT_VARIABLE,
+    CheckpointOptions,
+    Exit,
+    Kind,
+    Program,
+    Progress,
+    Result,
+    Task,
+    TaskContext,
+    TrainingId,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
     from airflow_tfps.handle import Handle
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.inventory import Inventory
@@ -100,6 +112,12 @@ class Stage:
         self._living: dict[str, Forked] = {}
         self._count = 0
 
+    @property
+    def pid(self) -> int:
+        """The nursery's own."""
+        assert self._processes._nursery is not None
+        return self._processes._nursery.pid
+
     def pump(self) -> None:
         """Take in what the nursery says."""
         spawned, ended = self._processes.hear()
@@ -130,7 +148,9 @@ class Stage:
         if isinstance(program, Path):
             program = Program(script=str(program))
         self._count += 1
-        process = Forked(self, f"{name}#{self._count}", directory / f"{name.replace(':', '-')}-{self._count}.log")
+        process = Forked(
+            self, f"{name}#{self._count}", directory / f"{name.replace(':', '-')}-{self._count}.log"
+        )
         self._living[process.name] = process
         launch = Launch(
             task=process.name,
@@ -197,6 +217,44 @@ class ScriptCluster:
     def close(self) -> None:
         for process in self.tasks.values():
             process.kill()
+
+
+@dataclass
+class ProgramCluster(ScriptCluster):
+    """A harness program on such a cluster. `fields` are of its TaskContext."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            place = self.directory / name.replace(":", "-")
+            place.mkdir()
+            context = TaskContext(
+                task=name,
+                host="here",
+                cluster={role: list(addresses) for role, addresses in self.cluster.items()},
+                chief="worker:0",
+                program=str(self.script),
+                checkpoint=CheckpointOptions(str(self.directory / "checkpoints")),
+                progress_path=str(place / "progress.jsonl"),
+                result_path=str(place / "result.json"),
+                **self.fields,
+            )
+            (place / "context.json").write_text(context.dumps())
+            self.tasks[name] = self.stage.start(
+                Program(module=str(self.script)),
+                directory=place,
+                name=name,
+                env={CONTEXT_VARIABLE: str(place / "context.json")},
+            )
+
+    def progress(self, name: str) -> list[Progress]:
+        path = self.directory / name.replace(":", "-") / "progress.jsonl"
+        return [Progress.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def result(self) -> Result:
+        return Result.loads((self.directory / "worker-0" / "result.json").read_text())
 
 
 # --- as Airflow runs it -----------------------------------------------------------------------------------------------
@@ -313,7 +371,9 @@ class Airflowless:
 
 
 @contextlib.contextmanager
-def airflowless(inventory: Inventory, job: Mapping[str, Any], base_dir: Path, key: str) -> Iterator[Airflowless]:
+def airflowless(
+    inventory: Inventory, job: Mapping[str, Any], base_dir: Path, key: str
+) -> Iterator[Airflowless]:
     """A training of a job; whatever it started is gone afterwards."""
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.spec import JobSpec
