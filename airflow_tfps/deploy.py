@@ -149,18 +149,22 @@ def blob(key: str, path: str, beside: tuple[str, ...] = ()) -> Blob:
 
 
 def _archive(*roots: Any, is_content: bool = False) -> bytes:
-    """Files and directories as a tar whose bytes depend on names and contents only: regular files, no bytecode.
+    """Files and directories as a tar whose bytes depend on names and contents only; regular files.
 
-    With `is_content` the one root's own name is left out.
+    With `is_content` it is all that the one root holds; otherwise each root keeps its name, and bytecode stays here.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for root in roots:
-            base = str(root) if is_content else os.path.dirname(str(root))
-            paths = [root] if root.is_file() else (p for p in root.rglob("*") if p.is_file())
-            for path in sorted((p for p in paths if "__pycache__" not in p.parts), key=str):
-                content = path.read_bytes()
-                info = tarfile.TarInfo(os.path.relpath(str(path), base))
-                info.size, info.mode = len(content), 0o600
-                archive.addfile(info, io.BytesIO(content))
+            paths = {
+                os.path.relpath(str(path), str(root if is_content else root.parent)): path
+                for path in ([root] if root.is_file() else root.rglob("*"))
+                if path.is_file()
+            }
+            for name, path in sorted(paths.items()):
+                if is_content or "__pycache__" not in Path(name).parts:
+                    content = path.read_bytes()
+                    info = tarfile.TarInfo(name)
+                    info.size, info.mode = len(content), 0o600
+                    archive.addfile(info, io.BytesIO(content))
     return buffer.getvalue()

@@ -4,8 +4,8 @@
     python -m tfps_runtime run mnist.py --local --script --compat tf1 -- --job_name={job_name} --ps_hosts={ps_hosts} …
 
 A harness program runs without a cluster: the same `input_fn` and `model_fn`, one session. A script makes its own
-`Server`, so it gets a cluster, all of it in this process: it is `worker:0`, beside a `ps:0`. Standard library only until
-the program runs.
+`Server`, so it gets a cluster, all of it in this process: it is `worker:0`, beside a `ps:0`. Standard library only
+until the program runs.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def test_what_is_gone_fails_by_name_with_its_replacement(run):
         code=1,
     )
     found = dict(
-        re.findall(r"^(.*) -> \w+Error (tf\.\S+ is not there in TensorFlow \S+; .*)$", script.log, re.MULTILINE)
+        re.findall(
+            r"^(.*) -> \w+Error (tf\.\S+ is not there in TensorFlow \S+; .*)$", script.log, re.MULTILINE
+        )
     )
     uses = {
         name: re.fullmatch(r"tf\.(\S+) is not there in TensorFlow [\d.]+; (.*)", text)

@@ -278,12 +278,13 @@ def test_back_off_begins_anew_after_a_good_while(mends):
 
 
 @pytest.mark.parametrize(
-    ("task", "state"), [("ps:0", "FAILED"), ("worker:0", "FAILED"), ("worker:1", "READY")]
+    ("task", "state"),
+    [("ps:0", "FAILED"), ("data:0", "FAILED"), ("worker:0", "FAILED"), ("worker:1", "READY")],
 )
 def test_whose_failure_fails_the_training_here(task, state):
-    """A ps or the chief; whether it can go on without a worker is not for one host to say."""
-    specs = [dataclasses.replace(s, restarts=0) for s in (PS, CHIEF, WORKER)]
-    history = History(begin(*specs)).at(0.0, HARNESS).run(1.0, "ps:0", "worker:1")
+    """A ps, a role of its own name, the chief; whether it can go on without a worker is not for one host to say."""
+    specs = [dataclasses.replace(s, restarts=0) for s in (PS, CHIEF, WORKER, TaskSpec(task="data:0"))]
+    history = History(begin(*specs)).at(0.0, HARNESS).run(1.0, "ps:0", "worker:1", "data:0")
     if task == "worker:0":
         history.at(1.0, Launch(task))
     history.at(2.0, Exited(task, KILLED))

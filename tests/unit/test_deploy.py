@@ -262,6 +262,30 @@ def test_a_directory_arrives_as_it_is(tmp_path):
     }
 
 
+def test_a_script_and_what_it_imports_arrive_in_one_folder(tmp_path):
+    """`files` lie beside the script on the host, folders whole, bytecode left behind; any change is another blob."""
+    jobs = tmp_path / "dags" / "jobs"
+    jobs.mkdir(parents=True)
+    (tmp_path / "dags" / "train.py").write_text("import network, layers.dense")
+    (tmp_path / "dags" / "network.py").write_text("x = 1")
+    (tmp_path / "dags" / "layers" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "dags" / "layers" / "dense.py").write_text("y = 2")
+    (tmp_path / "dags" / "layers" / "__pycache__" / "dense.pyc").write_text("")
+    data = {"script": "../train.py", "files": ["../network.py", "../layers/"], "roles": {"worker": 1}}
+    job = JobSpec.from_dict(data, base_dir=jobs)
+    (one,) = blobs_of(job)
+    folder = Path(store(one, tmp_path / "w")["path"])
+    assert (one.key, one.name, one.kind, one.entry) == ("script", "train", "tar", "train.py")
+    found = {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+    assert found == {
+        "train.py": "import network, layers.dense",
+        "network.py": "x = 1",
+        "layers/dense.py": "y = 2",
+    }
+    (tmp_path / "dags" / "layers" / "dense.py").write_text("y = 3")
+    assert next(blobs_of(job)).sha256 != one.sha256
+
+
 def test_an_empty_directory_arrives(tmp_path):
     """An input that holds nothing yet is there all the same."""
     (tmp_path / "data").mkdir()

@@ -18,6 +18,7 @@ ASYNC = Rules(tasks=TASKS, chief="worker:0")
 SYNC = Rules(tasks=TASKS, chief="worker:0", mode="sync")
 BACKUP = Rules(tasks=TASKS, chief="worker:0", mode="sync", replicas_to_aggregate=2)
 ALL = Rules(tasks=TASKS, chief="worker:0", success_policy="all_workers")
+LOCAL = Rules(tasks={"local:0": "a", "local:1": "b"}, chief="local:0", exits_are_final=False)
 SCRIPT = Rules(tasks=TASKS, chief="worker:0", exits_are_final=False)
 
 _clock = itertools.count(1)
@@ -29,7 +30,7 @@ def task(name: str, state: str, **more) -> dict:
         "task": name,
         "state": state,
         "attempt": 1,
-        "host": TASKS[name],
+        "host": TASKS.get(name),
         "time": next(_clock),
         **more,
     }
@@ -106,6 +107,14 @@ CASES = {
     "but not two": (BACKUP, [failed("worker:2"), failed("worker:1")], ("failed", "worker:2@c")),
     "sync: a worker that is done is not missing": (SYNC, [task("worker:2", "SUCCEEDED"), gone("c")], None),
     "sync: a worker in back-off is not missing": (SYNC, [task("worker:2", "BACKOFF")], None),
+    # roles of other names
+    "nobody knows what a role of its own name is for": (
+        LOCAL,
+        [failed("local:1", host="b")],
+        ("failed", "local:1@b"),
+    ),
+    "one that is done is not missing": (LOCAL, [task("local:1", "SUCCEEDED", host="b")], None),
+    "its host unreachable": (LOCAL, [unreachable("b", 300.0)], ("failed", "local:1@b")),
     # hosts without a connection
     "unreachable, not long": (ASYNC, [unreachable("a", 299.0)], None),
     "a ps' host unreachable": (ASYNC, [unreachable("b", 300.0)], ("failed", "ps:1@b")),

@@ -179,6 +179,12 @@ def test_a_job_made_by_hand_is_checked_when_it_is_loaded():
         ({"args": ["--x"]}, "args: goes with script or command only"),
         ({"progress": "(?P<step>x)"}, "progress: goes with script or command only"),
         ({"compat": "tf1"}, "compat: goes with script only"),
+        ({"files": ["ctr.py"]}, "files[0]: must have a name of its own, for all of them go into one folder"),
+        ({"files": ["a/x.py", "b/x.py"]}, "files[1]: must have a name of its own"),
+        (
+            {"files": [".."]},
+            "files[0]: must have a name of its own, for all of them go into one folder; is '..'",
+        ),
         ({"steps": 0}, "steps: must be >= 1, is 0"),
         ({"steps": "soon"}, "steps: must be an integer"),
         ({"steps": "+100"}, "steps: +100 needs a fixed checkpoint.dir"),
@@ -352,17 +358,19 @@ def test_an_alias_that_holds_itself_is_a_fault(tmp_path, text, fault):
 
 
 def test_missing_files_are_named_before_any_host_is_touched(tmp_path):
-    """Program and local inputs are looked for beside the job file; host paths and URLs are not."""
+    """Program, files and local inputs are looked for beside the job file; host paths and URLs are not."""
     inputs = {"here": "data/train", "gone": "data/eval", "there": "host:/data", "far": "s3://bucket/x"}
-    job = JobSpec.from_dict({**SMALLEST, "inputs": inputs}, base_dir=tmp_path)
+    job = JobSpec.from_dict({**SMALLEST, "files": ["lib"], "inputs": inputs}, base_dir=tmp_path)
     (tmp_path / "data" / "train").mkdir(parents=True)
-    program, data = job.missing_files()
+    program, file, data = job.missing_files()
+    assert file == f"files[0]: there is no file or folder {tmp_path}/lib on this machine"
     assert program == f"program: there is no file {tmp_path}/ctr.py on this machine"
     assert data.startswith(f"inputs.gone: no file {tmp_path}/data/eval on this machine; a path on the hosts")
     with pytest.raises(SpecError, match=r"ctr\.py on this machine"):
         job.check_runnable()
     (tmp_path / "ctr.py").touch()
     (tmp_path / "data" / "eval").touch()
+    (tmp_path / "lib").mkdir()
     job.check_runnable()
 
 

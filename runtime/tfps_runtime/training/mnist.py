@@ -46,14 +46,14 @@ class DataSet:
         if batch_size > self.num_examples:
             raise ValueError(f"a batch of {batch_size} is more than the {self.num_examples} examples")
         if shuffle and self._next == 0 and self.epochs_completed == 0:
-            self._random.shuffle(self._order)
+            self._order = self._random.permutation(self.num_examples)
         chosen = self._order[self._next : self._next + batch_size]
         self._next += len(chosen)
         missing = batch_size - len(chosen)
         if missing:
             self.epochs_completed += 1
             if shuffle:
-                self._random.shuffle(self._order)
+                self._order = self._random.permutation(self.num_examples)
             chosen = np.concatenate([chosen, self._order[:missing]])
             self._next = missing
         return self.images[chosen], self.labels[chosen]
@@ -172,7 +172,7 @@ def _pixels(images: Any, dtype: Any, *, is_flat: bool) -> Any:
     if kind not in (np.float32, np.uint8):
         raise ValueError(f"dtype must be float32 or uint8, is {dtype}")
     if is_flat:
-        images = images.reshape(len(images), -1)
+        images = images.reshape(len(images), int(np.prod(images.shape[1:])))
     elif images.ndim == 3:
         images = images[..., np.newaxis]
     if kind == np.float32 and np.issubdtype(images.dtype, np.integer):
