@@ -1,4 +1,4 @@
-"""The example DAGs: what they look like to Airflow, and both trained in one process by `dag.test()`.
+"""The example DAGs: what they look like to Airflow, and all trained in one process by `dag.test()`.
 
 Airflow runs in processes of their own (this file is their program), since `dag.test()` cannot be interrupted.
 """
@@ -20,6 +20,7 @@ RUNS = (
     ("linear_regression", {"mode": "async"}),
     ("linear_regression", {"mode": "sync", "steps": 300}),
     ("nightly_digits", {}),
+    ("own_script", {"steps": 400}),
 )
 
 
@@ -120,7 +121,7 @@ def test_dag_files_are_read_without_faults(parsed):
     """Every example is read without an error, imports nothing heavy, and survives Airflow's serialization."""
     assert parsed["errors"] == {}
     assert parsed["heavy"] == []
-    assert sorted(parsed["dags"]) == ["linear_regression", "nightly_digits"]
+    assert sorted(parsed["dags"]) == ["linear_regression", "nightly_digits", "own_script"]
     for dag in parsed["dags"].values():
         assert dag["is_same_serialized"]
         assert len(dag["doc"]) > 100
@@ -146,13 +147,14 @@ def test_trigger_forms_check_what_is_typed(parsed):
     for dag in parsed["dags"].values():
         assert dag["form"]["steps"]["type"] == "integer"
         assert dag["form"]["steps"]["minimum"] == 1
-        assert sorted(dag["form"]["mode"]["enum"]) == ["async", "sync"]
+    for dag in ("linear_regression", "nightly_digits"):
+        assert sorted(parsed["dags"][dag]["form"]["mode"]["enum"]) == ["async", "sync"]
     assert parsed["dags"]["nightly_digits"]["form"]["learning_rate"]["exclusiveMinimum"] == 0
 
 
 @pytest.mark.tensorflow
-def test_both_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
-    """Under `dag.test()` both DAGs train over SSH to the right numbers, and leave nothing on the hosts."""
+def test_all_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
+    """Under `dag.test()` all DAGs train over SSH to the right numbers, and leave nothing on the hosts."""
     from airflow_tfps.demo_processes import processes
 
     hosts = embedded_hosts("dag-a", "dag-b")
@@ -161,7 +163,7 @@ def test_both_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
     }
     connection = {"conn_type": "tfps", "extra": {"hosts": inventory}}
     ssh = {name: os.environ[name] for name in ("AIRFLOW_CONN_DAG_A", "AIRFLOW_CONN_DAG_B")}
-    runs = airflow("train", 420, AIRFLOW_CONN_GPU_LAB=json.dumps(connection), **ssh)
+    runs = airflow("train", 480, AIRFLOW_CONN_GPU_LAB=json.dumps(connection), **ssh)
 
     assert [run["state"] for run in runs] == ["success"] * len(RUNS)
     for run, steps in zip(runs[:2], (400, 300), strict=True):
@@ -176,6 +178,11 @@ def test_both_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
     assert trained["global_step"] == 1000
     assert trained["host"] in hosts
     assert Path(f"{trained['checkpoint']}.index").is_file(), "the hosts are on this machine"
+
+    trained, judged = (runs[3]["xcoms"][task] for task in ("training.train", "judge"))
+    assert trained["metrics"]["accuracy"] == judged > 0.85
+    assert 400 <= trained["global_step"] <= 410
+    assert Path(f"{trained['checkpoint']}.index").is_file()
 
     for host in hosts.values():
         wait_until(lambda home=host.home: not processes(f"HOME={home}\0"), "nothing runs on the host")
