@@ -1,4 +1,4 @@
-"""Real SSH hosts for tests: the demo's own servers, and OpenSSH's sshd where it is installed.
+"""Real hosts and clusters for tests: SSH servers (ours, and OpenSSH where it is installed), TensorFlow on loopback.
 
     def test_x(embedded_hosts, define):
         hosts = embedded_hosts("gpu-a", "gpu-b")        # also sets AIRFLOW_CONN_GPU_A, AIRFLOW_CONN_GPU_B
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from clusters import Nursery, Trainings
 from stage import ProgramCluster, ScriptCluster, Stage, free_addresses
 
 if "AIRFLOW_HOME" not in os.environ:  # before anything imports Airflow
@@ -370,3 +371,19 @@ def here(tmp_path) -> Inventory:
     """This machine as the only host, with a workdir of the test's own."""
     host = {"ssh_conn_id": "local", "python": sys.executable, "workdir": str(tmp_path / "tfps"), "gpus": 0}
     return Inventory.load({"hosts": {"here": host}})
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory) -> Iterator[Nursery]:
+    """The one process that has imported TensorFlow."""
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def train(forks, tmp_path) -> Iterator[Trainings]:
+    """Make trainings; whatever they started is gone afterwards."""
+    trainings = Trainings(forks, tmp_path)
+    yield trainings
+    trainings.close()

@@ -1,305 +1,18 @@
-"""The training harness on real clusters: tasks forked from one process that has imported TensorFlow, on loopback.
-
-Run as a script this file is that process: it reads requests from stdin, forks, and tells of exits on stdout.
-"""
+"""The training harness on real clusters: tasks forked from one process that has imported TensorFlow, on loopback."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
-import os
-import queue
-import random
 import signal
-import socket
-import subprocess
 import sys
 import textwrap
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tfps_runtime.protocol import CheckpointOptions, Progress, Result, TaskContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from clusters import CHIEF, DIGITS, LINEAR_REGRESSION, PS, WORKER, free_ports, until
 
 pytestmark = pytest.mark.tensorflow
-
-DAGS = Path(__file__).parents[2] / "dags"
-LINEAR_REGRESSION = DAGS / "programs" / "linear_regression.py"
-DIGITS = DAGS / "programs" / "digits.py"
-CHIEF, WORKER, PS = "worker:0", "worker:1", "ps:0"
-
-
-# --- the process that forks ---------------------------------------------------------------------------------------
-
-
-def nursery() -> None:
-    """Import TensorFlow once, then fork a process for each line on stdin."""
-    import select
-
-    import tensorflow as tf  # noqa: F401
-
-    before = len(os.listdir("/proc/self/task"))
-    import tfps_runtime.training
-    from tensorflow.python.eager import context
-
-    say = lambda **message: print(json.dumps(message), flush=True)  # noqa: E731
-    say(
-        ready=True,
-        new_threads=len(os.listdir("/proc/self/task")) - before,
-        python_threads=threading.active_count(),
-        is_runtime_initialised=context.context()._context_handle is not None,
-        imported=tfps_runtime.training.__name__,
-    )
-    while True:
-        readable, _, _ = select.select([0], [], [], 0.02)
-        with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                say(exited=pid, code=os.waitstatus_to_exitcode(status))
-        if readable:
-            line = sys.stdin.readline()
-            if not line:
-                os._exit(0)
-            request = json.loads(line)
-            pid = os.fork()
-            if pid == 0:
-                _become(request)
-            say(forked=pid)
-
-
-def _become(request: dict[str, Any]) -> None:
-    code = 99
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        os.setsid()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(request.get("env", {}))
-        if "call" in request:
-            code = _call(request)
-        else:
-            import tfps_runtime.training
-
-            code = tfps_runtime.training.main()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _call(request: dict[str, Any]) -> int:
-    import traceback
-
-    try:
-        value = globals()[request["call"]](*request["args"])
-    except BaseException:  # noqa: BLE001  the process's outermost frame
-        traceback.print_exc()
-        return 1
-    Path(request["answer"]).write_text(json.dumps(value))
-    return 0
-
-
-@dataclass
-class Process:
-    pid: int
-    log_path: Path
-    exits: dict[int, int]
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, negative for a signal, None while it runs."""
-        return self.exits.get(self.pid)
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text() if self.log_path.exists() else ""
-
-    def wait(self, secs: float = 30.0) -> int:
-        until(lambda: self.code is not None, secs, f"{self.log_path} still runs\n{self.log[-4000:]}")
-        assert self.code is not None
-        return self.code
-
-    def signal(self, number: int) -> None:
-        if self.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
-def until(condition: Callable[[], object], secs: float, why: str) -> None:
-    deadline = time.monotonic() + secs
-    while not condition():
-        assert time.monotonic() < deadline, f"after {secs} s: {why}"
-        time.sleep(0.01)
-
-
-class Nursery:
-    """Talks to the process that forks."""
-
-    def __init__(self, log: Path) -> None:
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
-            )
-        self.exits: dict[int, int] = {}
-        self._forked: queue.Queue[int] = queue.Queue()
-        line = self._process.stdout.readline()
-        assert line, log.read_text()
-        self.greeting = json.loads(line)
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "forked" in message:
-                self._forked.put(message["forked"])
-            else:
-                self.exits[message["exited"]] = message["code"]
-
-    def fork(self, log: Path, **request: Any) -> Process:
-        self._process.stdin.write(json.dumps({"log": str(log), **request}) + "\n")
-        self._process.stdin.flush()
-        return Process(self._forked.get(timeout=10), log, self.exits)
-
-    def call(self, function: Callable[..., Any], *args: Any, directory: Path) -> Any:
-        """Run a function of this module in a fork; gives what it returns (JSON), or fails with its traceback."""
-        name = f"{function.__name__}-{random.getrandbits(32):08x}"
-        answer = directory / f"{name}.json"
-        process = self.fork(directory / f"{name}.log", call=function.__name__, args=args, answer=str(answer))
-        assert process.wait() == 0, process.log
-        return json.loads(answer.read_text())
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(timeout=10)
-
-
-@pytest.fixture(scope="session")
-def forks(tmp_path_factory):
-    """The one process that has imported TensorFlow."""
-    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield nursery
-    nursery.close()
-
-
-# --- clusters --------------------------------------------------------------------------------------------------------
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-@dataclass
-class Training:
-    """A cluster on loopback, without an agent: the test starts, kills and restarts its tasks."""
-
-    forks: Nursery
-    directory: Path
-    fields: dict[str, Any]
-    cluster: dict[str, list[str]]
-    tasks: dict[str, Process] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-    def start(self, *tasks: str) -> None:
-        for task in tasks:
-            self.attempts[task] = attempt = self.attempts.get(task, -1) + 1
-            place = self.directory / task.replace(":", "-")
-            place.mkdir(exist_ok=True)
-            context = TaskContext(
-                task=task,
-                host="local",
-                cluster=self.cluster,
-                chief=CHIEF,
-                checkpoint=CheckpointOptions(
-                    directory=str(self.checkpoints),
-                    save_checkpoint_secs=self.fields.get("save_checkpoint_secs", 60.0),
-                    save_summaries_secs=1.0,
-                ),
-                progress_path=str(place / "progress.jsonl"),
-                result_path=str(place / "result.json"),
-                attempt=attempt,
-                **{k: v for k, v in self.fields.items() if k != "save_checkpoint_secs"},
-            )
-            (place / "context.json").write_text(context.dumps())
-            env = {"TFPS_CONTEXT": str(place / "context.json")}
-            self.tasks[task] = self.forks.fork(place / f"log-{attempt}", env=env)
-
-    def start_all(self) -> None:
-        self.start(
-            *(f"{role}:{i}" for role, addresses in self.cluster.items() for i in range(len(addresses)))
-        )
-
-    def kill(self, task: str) -> None:
-        self.tasks[task].signal(signal.SIGKILL)
-        self.tasks[task].wait()
-
-    def progress(self, task: str) -> list[Progress]:
-        path = self.directory / task.replace(":", "-") / "progress.jsonl"
-        return [Progress.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def step(self, task: str) -> int:
-        return self.progress(task)[-1].global_step if self.progress(task) else -1
-
-    def await_step(self, task: str, step: int, secs: float = 20.0) -> None:
-        until(
-            lambda: self.step(task) >= step,
-            secs,
-            f"{task} is at {self.step(task)}, not {step}\n"
-            + "\n".join(f"{t}\n{p.log[-1500:]}" for t, p in self.tasks.items()),
-        )
-
-    @property
-    def result(self) -> Result:
-        return Result.loads((self.directory / "worker-0" / "result.json").read_text())
-
-
-@pytest.fixture
-def train(forks, tmp_path):
-    """Make trainings; whatever they started is gone afterwards."""
-    made: list[Training] = []
-
-    def make(
-        program: Path | str = LINEAR_REGRESSION, *, ps: int = 1, workers: int = 2, **fields: Any
-    ) -> Training:
-        directory = tmp_path / f"training-{len(made)}"
-        directory.mkdir()
-        if isinstance(program, str):
-            (directory / "program.py").write_text(textwrap.dedent(program))
-            program = directory / "program.py"
-        ports = [f"127.0.0.1:{port}" for port in free_ports(ps + workers)]
-        cluster = {"ps": ports[:ps], "worker": ports[ps:]} if ps else {"worker": ports}
-        fields = {"program": str(program), "seed": 7, "mode": "async", **fields}
-        made.append(Training(forks, directory, fields, cluster))
-        return made[-1]
-
-    yield make
-    for training in made:
-        for process in training.tasks.values():
-            process.signal(signal.SIGKILL)
-    for training in made:
-        for process in training.tasks.values():
-            process.wait()
-
 
 both_modes = pytest.mark.parametrize("mode", ["async", "sync"])
 
@@ -569,11 +282,11 @@ FINITE = """
 @both_modes
 @pytest.mark.parametrize("batches", [[20, 60], [60, 20]])
 def test_training_without_a_step_limit_ends_with_its_input(train, mode, batches):
-    """Async: every batch of both shards counts. Sync: the shorter shard ends it for both. Nobody hangs."""
+    """Async: a step for each batch of both shards. Sync: as many as the longer shard has. Nobody hangs."""
     training = train(FINITE, mode=mode, hparams={"batches": batches})
     training.start_all()
     assert [training.tasks[task].wait(15) for task in (CHIEF, WORKER)] == [0, 0], training.tasks[CHIEF].log
-    assert training.result.global_step == (80 if mode == "async" else 20)
+    assert training.result.global_step == (80 if mode == "async" else 60)
 
 
 def test_a_chief_that_waits_for_the_input_of_others_survives_a_lost_ps(train):
@@ -789,7 +502,7 @@ def placed() -> dict[str, Any]:
         ({"program": Path("/nowhere.py")}, "/nowhere.py: no such Python file"),
         ({"program": Path(__file__)}, "no function input_fn"),
         ({"session": {"allowSoftPlacment": True}}, "the job's session options"),
-        ({"replication": "in_graph"}, "model_fn programs train between_graph"),
+        ({"roles": {"worker": 2}}, "give the job at least one ps"),
         (
             {"mode": "sync", "replicas_to_aggregate": 3},
             "replicas_to_aggregate is 3, but there are 1 replicas",
@@ -806,10 +519,7 @@ def test_what_cannot_work_is_said_in_the_last_line(train, fields, message):
 
 def test_what_blocks_in_tensorflow_is_ended_by_a_deadline(forks, tmp_path):
     """A session that never comes ends its process with "try again"; the last words name the ps that is missing."""
-    answer = tmp_path / "answer"
-    process = forks.fork(
-        tmp_path / "log", call=wait_for_nobody.__name__, args=free_ports(2), answer=str(answer)
-    )
+    process, answer = forks.begin(wait_for_nobody, *free_ports(2), directory=tmp_path)
     assert process.wait() == 75
     assert "giving up: without ps:0 (127.0.0.1:" in process.log
     assert not answer.exists()
@@ -826,7 +536,7 @@ def wait_for_nobody(*ports: int) -> None:
     cluster = Cluster(Task("worker", 0), Task("worker", 0), {"ps": [ps], "worker": [worker]})
     server = cluster.start_server(cluster.config({}))
     with (
-        deadline(0.3, lambda: f"without {', '.join(cluster.unreachable_ps())}"),
+        deadline(0.3, lambda: f"without {', '.join(cluster.unreachable())}"),
         tf.Session(server.target) as session,
     ):
         session.run(tf.constant(1))
@@ -870,6 +580,3 @@ def run_tensorflow_1_script() -> dict[str, Any]:
         "absent": not hasattr(tf, "nothing_of_the_kind"),
     }
 
-
-if __name__ == "__main__":
-    nursery()

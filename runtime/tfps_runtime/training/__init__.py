@@ -19,20 +19,35 @@ from pathlib import Path
 
 from tfps_runtime.failure import report
 from tfps_runtime.protocol import CONTEXT_VARIABLE, TaskContext
-from tfps_runtime.training.evaluation import evaluate
-from tfps_runtime.training.model import EVAL, PREDICT, TRAIN, Model, Params, ProgramError, Shard
+from tfps_runtime.training.evaluation import evaluate, predict
+from tfps_runtime.training.export import export
+from tfps_runtime.training.model import (
+    EVAL,
+    PREDICT,
+    TRAIN,
+    EarlyStopping,
+    Model,
+    Params,
+    ProgramError,
+    Shard,
+)
+from tfps_runtime.training.placement import partitioner
 from tfps_runtime.training.train import configure_logging, run, run_local
 
 __all__ = [
     "EVAL",
     "PREDICT",
     "TRAIN",
+    "EarlyStopping",
     "Model",
     "Params",
     "ProgramError",
     "Shard",
     "evaluate",
+    "export",
     "main",
+    "partitioner",
+    "predict",
     "run",
     "run_local",
 ]

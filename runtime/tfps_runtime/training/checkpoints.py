@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
@@ -29,9 +31,15 @@ class Checkpoints:
     Args:
         options: directory (made if absent), times, how many to keep.
         start_from: prefix or directory of a checkpoint with weights to start from, or None.
+        names: the model's names of variables -> those in `start_from`, see `Model.start_from_names`.
     """
 
-    def __init__(self, options: CheckpointOptions, start_from: str | None = None) -> None:
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        start_from: str | None = None,
+        names: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
         self.directory = options.directory
         self._start_from = start_from
         # Unsharded, tensors come to the chief, whose disk alone gets the files. Sharded, each ps writes its part to
@@ -42,7 +50,7 @@ class Checkpoints:
             save_relative_paths=True,
             name="tfps/save",
         )
-        self._warm = _WarmStart(start_from) if start_from is not None else None
+        self._warm = _WarmStart(start_from, names) if start_from is not None else None
         Path(self.directory).mkdir(parents=True, exist_ok=True)
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise ProgramError(f"the checkpoint directory {self.directory} is not writable")
@@ -67,7 +75,7 @@ class Checkpoints:
             _log.info("restored %s", newest)
         elif self._warm is not None:
             self._warm.restore(session)
-            _log.info("started from the weights of %s", self._start_from)
+            _log.info("started from %d weights of %s", len(self._warm.names), self._start_from)
 
     def newest(self) -> str | None:
         """Prefix of the newest checkpoint in the directory."""
@@ -86,8 +94,8 @@ class Checkpoints:
         return prefix
 
 
-class CheckpointHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
-    """Saves every `every_secs`, and when the training ends without an error.
+class Saving:
+    """The chief's checkpoints: every `every_secs`, and when the training ends without an error.
 
     Not at the start: a checkpoint of step 0 would look like news to whoever watches the directory.
     """
@@ -104,11 +112,18 @@ class CheckpointHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFl
         self._every_secs = every_secs
         self._clock = clock
         self._due = clock() + every_secs
+        self.latest: str | None = None
+        """Prefix of the last one that this process saved."""
 
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        del run_values
+    def begin(self, session: Any, coord: Any) -> None:
+        """Nothing: a session has restored what there is."""
+
+    def look(self, session: Any, status: Any) -> bool:
+        """Save if it is time; never ends the training."""
+        del status
         if self._clock() >= self._due:
-            self._save(run_context.session)
+            self._save(session)
+        return False
 
     def end(self, session: Any) -> None:
         self._save(session)
@@ -117,40 +132,63 @@ class CheckpointHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFl
         step = int(session.run(self._global_step))
         newest = self._checkpoints.newest()
         if newest is None or not newest.endswith(f"-{step}"):
-            self._checkpoints.save(session, step)
+            self.latest = self._checkpoints.save(session, step)
         self._due = self._clock() + self._every_secs
 
 
 class _WarmStart:
     """Restores the model's variables, all but the global step, from a checkpoint of an earlier training."""
 
-    def __init__(self, start_from: str) -> None:
+    def __init__(self, start_from: str, names: Mapping[str, str | None]) -> None:
         prefix = tf.train.latest_checkpoint(start_from) if Path(start_from).is_dir() else start_from
         if prefix is None or not tf.train.checkpoint_exists(prefix):
             raise ProgramError(f"start_from: there is no checkpoint at {start_from}")
         self._prefix = prefix
         shapes = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()
         trainable = {variable.op.name for variable in tf.trainable_variables()}
-        found: list[Any] = []
+        found: dict[str, list[Any]] = {}
         faults: list[str] = []
         for variable in tf.global_variables():
             if variable is tf.train.get_global_step():
                 continue
-            name, shape = _saved_as(variable)
+            own, shape = saved_as(variable)
+            name = _renamed(own, names)
+            if name is None:
+                continue
             if shapes.get(name) == shape:
-                found.append(variable)
+                found.setdefault(name, []).append(variable)
             elif variable.op.name in trainable:
                 there = f"has the shape {shapes[name]}" if name in shapes else "is absent"
-                faults.append(f"{name} {shape} {there}")
+                what = name if name == own else f"{name}, for {own},"
+                faults.append(f"{what} {shape} {there}")
         if faults:
             raise ProgramError(f"start_from {prefix} does not fit the program's model: " + "; ".join(faults))
-        self._saver = tf.train.Saver(found, name="tfps/start_from")
+        if not found:
+            raise ProgramError(f"start_from {prefix}: start_from_names leaves nothing to take from it")
+        self.names = sorted(found)
+        # Parts of one variable are restored under the name of the whole.
+        self._saver = tf.train.Saver(
+            {name: parts if len(parts) > 1 else parts[0] for name, parts in found.items()},
+            name="tfps/start_from",
+        )
 
     def restore(self, session: Any) -> None:
         self._saver.restore(session, self._prefix)
 
 
-def _saved_as(variable: Any) -> tuple[str, list[int]]:
+def _renamed(name: str, names: Mapping[str, str | None]) -> str | None:
+    """The name in the checkpoint of the model's variable `name`; None: it is not taken from there."""
+    if name in names:
+        return names[name]
+    prefixes = [prefix for prefix in names if prefix.endswith("/") and name.startswith(prefix)]
+    if not prefixes:
+        return name
+    prefix = max(prefixes, key=len)
+    there = names[prefix]
+    return None if there is None else there + name[len(prefix) :]
+
+
+def saved_as(variable: Any) -> tuple[str, list[int]]:
     """Name and shape under which a saver stores a variable: a partition's are those of the whole."""
     partition = variable._get_save_slice_info()  # noqa: SLF001  (there is no public way to ask)
     if partition is None:

@@ -64,12 +64,19 @@ class Params(_Named):
     """
 
     inputs: Mapping[str, str]
+    ps_count: int
+    """How many ps hold the variables in mode `train`; 1 without a cluster. See `partitioner`."""
 
     def __init__(
-        self, hparams: Mapping[str, Any] | None = None, inputs: Mapping[str, str] | None = None
+        self,
+        hparams: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
+        *,
+        ps_count: int = 1,
     ) -> None:
         super().__init__(hparams or {}, "hyperparameter", "add it to the job's hparams")
         self.inputs = _Named(inputs or {}, "input", "add it to the job's inputs")
+        self.ps_count = max(1, ps_count)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,28 @@ class Shard:
     count: int = 1
     seed: int = 0
     """For shuffling: differs between replicas and between restarts of one; fixed by the job's `seed`."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """End the training when a metric no longer gets better.
+
+    The chief evaluates every checkpoint that it saves, beside the training: `save_checkpoint_secs` is how often. The
+    training ends for all replicas, successfully, when the last `patience` evaluations in a row were not better than
+    the best before them.
+    """
+
+    patience: int = 3
+    """Evaluations without a gain that are put up with."""
+    metric: str = "loss"
+    """One of the model's metrics, or `loss`."""
+    min_gain: float = 0.0
+    """What is better by less than this is not better."""
+    higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or self.min_gain < 0:
+            raise ValueError(f"patience must be >= 1 and min_gain >= 0: {self}")
 
 
 @dataclass(frozen=True)
@@ -102,8 +131,15 @@ class Model:
     """
     clip_norm: float | None = None
     """Clip each replica's gradients to this global norm before they are applied or aggregated."""
+    early_stopping: EarlyStopping | None = None
+    """End before the job's `steps`, when evaluation shows no more gain."""
+    start_from_names: Mapping[str, str | None] = field(default_factory=dict)
+    """For a job with `start_from`: this model's variables -> their names in that checkpoint; None: not from there.
+
+    Names that end with `/` stand for all variables below; the longest that fits counts. Others keep their names.
+    """
     hooks: Sequence[Any] = ()
-    """`tf.train.SessionRunHook`s to run on every replica while training."""
+    """`tf.train.SessionRunHook`s to run on every replica while training. Each step costs more with any."""
 
 
 def random_seed(base: int | None, *scope: object) -> int:

@@ -13,11 +13,13 @@ from tfps_runtime.training.model import Model, Params, ProgramError, Shard
 
 @dataclass(frozen=True)
 class Program:
-    """The two functions of a program, as loaded from `path`."""
+    """The functions of a program, as loaded from `path`."""
 
     path: str
     input_fn: Callable[[str, Params, Shard], Any]
     _model_fn: Callable[[Any, Any, str, Params], Any]
+    serving_fn: Callable[[Params], Any] | None = None
+    """Optional, for `export`: gives (inputs by name, features)."""
 
     def model_fn(self, features: Any, labels: Any, mode: str, params: Params) -> Model:
         """Call the program's `model_fn`. Raises ProgramError if it returns anything but a Model."""
@@ -54,4 +56,4 @@ def load_program(path: str) -> Program:
                 f"{file}: no function {function}; a program has input_fn(mode, params, shard) "
                 "and model_fn(features, labels, mode, params)"
             )
-    return Program(str(file), module.input_fn, module.model_fn)
+    return Program(str(file), module.input_fn, module.model_fn, getattr(module, "serving_fn", None))

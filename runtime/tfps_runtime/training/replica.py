@@ -1,21 +1,70 @@
 """The graph that one replica trains: between-graph replication, asynchronous or synchronous.
 
 Every replica builds the same graph but for devices and its share of the input; variables meet on the ps by name.
+`towers` builds the graph of in-graph replication from the same parts.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from tfps_runtime.training.cluster import Cluster
-from tfps_runtime.training.inputs import Batches, build_batches
+from tfps_runtime.training.inputs import Batches, build_batches, keep_queues_open
 from tfps_runtime.training.model import TRAIN, Model, Params, ProgramError, Shard
+from tfps_runtime.training.placement import bytes_by_task, describe, pack_gradients
 from tfps_runtime.training.program import Program
 from tfps_runtime.training.session import state_variable
 from tfps_runtime.training.sync import Synchroniser
+
+_log = logging.getLogger("tfps")
+
+
+class Status:
+    """Where the cluster stands: one vector, so that one tensor from the ps tells it all after each step."""
+
+    def __init__(self, vector: Any) -> None:
+        self.step = int(vector[0])
+        """The global step."""
+        self.waited_secs = float(vector[1]) / 1e6
+        """In this step, for others."""
+        self.is_over = bool(vector[2])
+        """Whether the chief has ended the training for all."""
+        self.ended = vector[3:]
+        """For each replica: 1 if its input has ended, else 0."""
+
+
+class StatusOps:
+    """The ops around `Status`. Build it inside the cluster's placement.
+
+    Args:
+        global_step: the variable.
+        replicas: how many have input of their own.
+        index: this replica's.
+    """
+
+    def __init__(self, global_step: Any, replicas: int, index: int) -> None:
+        self._global_step = global_step
+        self._marks = state_variable("ended", [1 + replicas], global_step.device)
+        with tf.device(global_step.device):
+            self.ended_count = tf.reduce_sum(self._marks.read_value()[1:])
+            self.now = self.after([])
+            self.mark_ended = self.after([tf.scatter_update(self._marks, 1 + index, 1)])
+            """Says that this replica's input has ended; gives the status after it."""
+            self.end_for_all = tf.scatter_update(self._marks, 0, 1)
+
+    def after(self, done: Sequence[Any], step: Any = None, waited_secs: Any = 0.0) -> Any:
+        """The status when `done` is done; `step` if that is known already."""
+        with tf.device(self._global_step.device), tf.control_dependencies(done):
+            step = self._global_step.read_value() if step is None else step
+            with tf.control_dependencies([step]):
+                marks = tf.cast(self._marks.read_value(), tf.int64)
+            waited_us = tf.cast(1e6 * tf.cast(waited_secs, tf.float64), tf.int64)
+            return tf.concat([[tf.cast(step, tf.int64), waited_us], marks], axis=0)
 
 
 @dataclass(frozen=True)
@@ -27,19 +76,19 @@ class Replica:
     model: Model
     batches: Batches
     global_step: Any
-    fetches: dict[str, Any]
-    """One step: runs it and gives `step` (global, after it), `loss`, `ended` and `examples`."""
-    ended: Any
-    """For each replica: 1 if its input has ended, else 0."""
-    mark_ended: Any
-    """Says that this replica's input has ended; gives `ended` after it."""
+    status: StatusOps
+    input_index: int
+    """In `Status.ended`."""
+    step: Any
+    """One step: runs it and gives the status after it."""
+    idle_step: Any
+    """Sync: what a replica does whose input has ended; gives the status. None: there is nothing to do."""
+    loss: Any
+    input_secs: Any
+    """Seconds from the beginning of a step to its batch; None if batches are fed."""
     synchroniser: Synchroniser | None
     summary: Any
     """All the program's summaries and the loss."""
-
-    def is_input_over(self, ended: Any) -> bool:
-        """Whether training ends for this replica, by a value of `ended`; in sync mode the first end is everybody's."""
-        return bool(ended.any() if self.synchroniser is not None else ended[self.cluster.replica_index])
 
 
 def build_replica(
@@ -71,18 +120,22 @@ def build_replica(
         tf.set_random_seed(seed)
         with cluster.input_device():
             batches = build_batches(program.input_fn(TRAIN, params, Shard(index, count, seed)))
+            keep_queues_open()
+            input_secs = time_to(batches)
         with cluster.placement():
             global_step = tf.train.get_or_create_global_step()
             model = program.model_fn(batches.features, batches.labels, TRAIN, params)
-            gradients = _gradients(program, model)
-            averages, averaged = _moving_averages(model, global_step)
-            ended = state_variable("input_ended", [count], global_step.device)
-            mark_ended = tf.scatter_update(ended, index, 1)
-            synchroniser = None
+            gradients = pack_gradients(gradients_of(program, model))
+            averages, averaged = moving_averages(model, global_step)
+            status = StatusOps(global_step, count, index)
+            synchroniser = idle_step = None
             if replicas_to_aggregate is None:
-                step = _apply(
-                    model.optimizer, gradients, global_step, averages, averaged, is_chief=cluster.is_chief
-                )
+                # What is made for all variables at once (the learning rate, say) is made where they are.
+                with tf.device(global_step.device):
+                    done = apply_gradients(
+                        model, gradients, global_step, averages, averaged, is_chief=cluster.is_chief
+                    )
+                step = status.after([done])
             else:
                 synchroniser = Synchroniser(
                     model.optimizer,
@@ -90,26 +143,43 @@ def build_replica(
                     aggregate=replicas_to_aggregate,
                     index=index,
                     global_step=global_step,
+                    ended=status.ended_count,
                 )
                 synchroniser.build(gradients, averages, averaged)
-                step = synchroniser.push_and_wait
-            with tf.control_dependencies([step]):
-                fetches = {
-                    "step": tf.identity(step),
-                    "loss": model.loss,
-                    "ended": tf.identity(ended.read_value()),
-                }
-            if batches.examples is not None:
-                fetches["examples"] = tf.convert_to_tensor(batches.examples)
+                step = status.after([], *synchroniser.step)
+                idle_step = status.after([], *synchroniser.idle_step)
             tf.summary.scalar("loss", model.loss)
             summary = tf.summary.merge_all()
+        log_placement(cluster)
     return Replica(
-        graph, cluster, model, batches, global_step, fetches, ended, mark_ended, synchroniser, summary
+        graph=graph,
+        cluster=cluster,
+        model=model,
+        batches=batches,
+        global_step=global_step,
+        status=status,
+        input_index=index,
+        step=step,
+        idle_step=idle_step,
+        loss=model.loss,
+        input_secs=input_secs,
+        synchroniser=synchroniser,
+        summary=summary,
     )
 
 
-def _gradients(program: Program, model: Model) -> list[tuple[Any, Any]]:
-    """This replica's (gradient, variable) pairs, after clipping and the model's update ops."""
+def time_to(batches: Batches) -> Any:
+    """Seconds from the beginning of a step until its batch is there, as a tensor; None if batches are fed."""
+    if batches.placeholders:
+        return None
+    since = tf.timestamp()  # depends on nothing, so it is among the first that a step runs
+    tensors = [tensor for tensor in tf.nest.flatten((batches.features, batches.labels)) if tensor is not None]
+    with tf.control_dependencies([getattr(tensor, "op", tensor) for tensor in tensors]):
+        return tf.timestamp() - since
+
+
+def gradients_of(program: Program, model: Model) -> list[tuple[Any, Any]]:
+    """A replica's (gradient, variable) pairs, after clipping and the model's update ops."""
     if model.loss is None:
         raise ProgramError(f"{program.path}: model_fn gave no loss in mode 'train'")
     if not isinstance(model.optimizer, tf.train.Optimizer):
@@ -136,28 +206,34 @@ def _identity(gradient: Any) -> Any:
     return tf.identity(gradient)
 
 
-def _moving_averages(model: Model, global_step: Any) -> tuple[Any, list[Any]]:
+def moving_averages(model: Model, global_step: Any) -> tuple[Any, list[Any]]:
+    """The averages that the model wants, or None; and of which variables."""
     if model.moving_average_decay is None:
         return None, []
-    return tf.train.ExponentialMovingAverage(
-        model.moving_average_decay, global_step
-    ), tf.trainable_variables()
+    with tf.device(global_step.device):
+        averages = tf.train.ExponentialMovingAverage(model.moving_average_decay, global_step)
+    return averages, tf.trainable_variables()
 
 
-def _apply(
-    optimizer: Any,
-    gradients: list[tuple[Any, Any]],
+def apply_gradients(
+    model: Model,
+    gradients: Sequence[tuple[Any, Any]],
     global_step: Any,
     averages: Any,
     averaged: list[Any],
     *,
     is_chief: bool,
 ) -> Any:
-    """An asynchronous step; gives the global step after it."""
-    done = optimizer.apply_gradients(gradients, global_step)
+    """The op that updates the variables, and with them, on the chief, their averages."""
+    done = model.optimizer.apply_gradients(gradients, global_step)
     if averages is not None:
         with tf.control_dependencies([done]):
             update = averages.apply(averaged)  # built by all, for equal graphs; the chief runs it
         done = update if is_chief else done
-    with tf.control_dependencies([done]):
-        return tf.identity(global_step.read_value())
+    return done
+
+
+def log_placement(cluster: Cluster) -> None:
+    """Say how many bytes of variables, with the optimizer's slots, each TF task holds; the chief says it for all."""
+    if cluster.is_chief and not cluster.is_local:
+        _log.info("bytes of variables: %s", describe(bytes_by_task(tf.global_variables())))

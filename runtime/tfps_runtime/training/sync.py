@@ -1,15 +1,18 @@
 """Synchronous training: average the replicas' gradients, update once, let everybody go on.
 
 Every replica pushes its gradients into one accumulator per variable, which drops gradients older than its own step
-(as `tf.train.SyncReplicasOptimizer` does). The chief repeats one op in a thread of its own: take the mean of
-`replicas_to_aggregate` gradients, apply it, give every replica a token that carries the new global step. A replica
-waits for a token newer than its own step.
+(as `tf.train.SyncReplicasOptimizer` does), and then says that it has arrived. The chief repeats one op in a thread of
+its own: wait for `replicas_to_aggregate` arrivals, take the mean of the gradients that are there, apply it, give every
+replica a token that carries the new global step. A replica waits for a token newer than its own step.
 
 Unlike the stock optimizer there is one token queue *per replica*, and none is ever closed: the stock chief closes the
 shared queue when it ends or restarts, which ends or breaks its peers, and hangs for two minutes in a queue runner.
 A missing replica takes nobody's tokens, so with `replicas_to_aggregate` = number of replicas training waits for it.
 A wake-up token releases every waiting replica: it computes afresh and pushes again. A few gradients then count twice
 in one update, which is what a restart costs; nothing is lost and nobody waits for a token that went with a process.
+
+A replica whose input has ended goes on arriving, without gradients: the mean is that of the others, whose examples all
+count. What arrives is only counted, so it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from tfps_runtime.training.session import call, state_variable
 from tfps_runtime.training.stopping import StopRequest
 
 _log = logging.getLogger("tfps")
@@ -28,8 +32,8 @@ _log = logging.getLogger("tfps")
 WAKE_UP = 2**62
 """A token newer than every step."""
 
-# What an op that spans the ps reports when one of them dies is a matter of who notices first. MonitoredSession
-# recovers from Aborted and Unavailable.
+# What an op that spans the ps reports when one of them dies is a matter of who notices first. A new session is made
+# after Aborted and Unavailable.
 _LOST = (
     tf.errors.AbortedError,
     tf.errors.UnavailableError,
@@ -47,24 +51,24 @@ class Synchroniser:
         aggregate: how many gradients make an update; fewer than `replicas` leaves backup workers.
         index: this replica's.
         global_step: the variable.
+        ended: an integer tensor, read anew in each step: how many replicas have no input any more.
     """
 
     def __init__(
-        self, optimizer: Any, *, replicas: int, aggregate: int, index: int, global_step: Any
+        self, optimizer: Any, *, replicas: int, aggregate: int, index: int, global_step: Any, ended: Any
     ) -> None:
         self._optimizer = optimizer
+        self._replicas = replicas
         self._aggregate = aggregate
+        self._index = index
         self._global_step = global_step
         self._type = global_step.dtype.base_dtype
-        self._local_step = tf.get_variable(
-            "tfps/local_step",
-            (),
-            self._type,
-            tf.zeros_initializer(),
-            trainable=False,
-            collections=[tf.GraphKeys.LOCAL_VARIABLES],
-        )
         with tf.device(global_step.device):
+            self._steps = state_variable("local_steps", [replicas], global_step.device, self._type)
+            self._step = self._steps[index]
+            self._arrivals = tf.ConditionalAccumulator(tf.float32, (), shared_name="tfps/arrivals")
+            # Those without input arrive at once. With backups they must not stand for those who have some.
+            self._wanted = tf.minimum(replicas, aggregate + ended)
             self._queues = [
                 tf.FIFOQueue(-1, self._type, shapes=(), shared_name=f"tfps/tokens_{i}")
                 for i in range(replicas)
@@ -75,8 +79,10 @@ class Synchroniser:
     def build(
         self, gradients: Sequence[tuple[Any, Any]], averages: Any | None, averaged: Sequence[Any]
     ) -> None:
-        """Build `push_and_wait`, each replica's step, with `join` before the first; for the chief `update`, with
-        `set_steps` before the first: a new accumulator would take gradients of any age.
+        """Build the steps, pairs (local step after it, seconds waited): `step` with gradients, `idle_step` without.
+
+        Also `join`, to run before the first; for the chief `update`, with `set_steps` before the first: a new
+        accumulator would take gradients of any age.
 
         Args:
             gradients: this replica's (gradient, variable) pairs; none is None.
@@ -85,23 +91,28 @@ class Synchroniser:
         """
         pushes: list[Any] = []
         means: list[tuple[Any, Any]] = []
-        set_steps: list[Any] = []
+        set_steps = [self._arrivals.set_global_step(self._global_step)]
+        with tf.device(self._global_step.device):
+            everybody = self._arrivals.take_grad(self._wanted)
         for gradient, variable in gradients:
             with tf.device(variable.device):
                 name = f"{variable.op.name}/tfps_gradients"
                 if isinstance(gradient, tf.IndexedSlices):
                     sparse = tf.SparseConditionalAccumulator(gradient.dtype, shape=(), shared_name=name)
-                    pushes.append(sparse.apply_indexed_slices_grad(gradient, local_step=self._local_step))
-                    mean = sparse.take_indexed_slices_grad(self._aggregate)
+                    pushes.append(sparse.apply_indexed_slices_grad(gradient, local_step=self._step))
+                    with tf.control_dependencies([everybody]):
+                        mean = sparse.take_indexed_slices_grad(1)
                     set_steps.append(sparse.set_global_step(self._global_step))
                 else:
                     dense = tf.ConditionalAccumulator(gradient.dtype, variable.get_shape(), shared_name=name)
-                    pushes.append(dense.apply_grad(gradient, local_step=self._local_step))
-                    mean = dense.take_grad(self._aggregate)
+                    pushes.append(dense.apply_grad(gradient, local_step=self._step))
+                    with tf.control_dependencies([everybody]):
+                        mean = dense.take_grad(1)
                     set_steps.append(dense.set_global_step(self._global_step))
                 means.append((mean, variable))
         self.update = self._build_update(means, averages, averaged)
-        self.push_and_wait = self._build_wait(pushes)
+        self.step = self._build_step(1.0, pushes)
+        self.idle_step = self._build_step(0.0, [])
         self.join = self._build_join()
         self.set_steps = tf.group(*set_steps)
 
@@ -121,12 +132,14 @@ class Synchroniser:
             with tf.control_dependencies([self._give(step)]):
                 return tf.identity(step)
 
-    def _build_wait(self, pushes: Sequence[Any]) -> Any:
-        """Push, wait for a token newer than the local step, drain to the newest; gives the new local step."""
+    def _build_step(self, weight: float, pushes: Sequence[Any]) -> tuple[Any, Any]:
+        """Push, arrive, wait for a token newer than the local step, drain to the newest."""
         with tf.device(self._global_step.device):
             with tf.control_dependencies(pushes):
-                seen = tf.identity(self._local_step)
-            with tf.control_dependencies([seen]):
+                arrival = self._arrivals.apply_grad(tf.constant(weight), local_step=self._step)
+            with tf.control_dependencies([arrival]):
+                seen, since = tf.identity(self._step), tf.timestamp()
+            with tf.control_dependencies([seen, since]):
                 first = self._tokens.dequeue()
             newest = tf.while_loop(
                 lambda token: tf.logical_or(token <= seen, self._tokens.size() > 0),
@@ -137,8 +150,7 @@ class Synchroniser:
             )
             with tf.control_dependencies([newest]):
                 # Not the token's value: a wake-up carries none, and the variables are at least this new.
-                step = tf.identity(self._global_step.read_value())
-        return tf.assign(self._local_step, step)
+                return self._set_local_step(), tf.timestamp() - since
 
     def _build_join(self) -> Any:
         """Take up the current global step; drop the tokens of an earlier life of this replica.
@@ -157,33 +169,40 @@ class Synchroniser:
                 back_prop=False,
             )
             with tf.control_dependencies([drained]):
-                step = tf.identity(self._global_step.read_value())
-        return tf.assign(self._local_step, step)
+                return self._set_local_step()
+
+    def _set_local_step(self) -> Any:
+        step = tf.identity(self._global_step.read_value())
+        with tf.control_dependencies([tf.scatter_update(self._steps, self._index, step)]):
+            return tf.identity(step)
 
 
-class SyncWorkerHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
+class SyncMember:
     """Joins a replica that is not the chief to the others, in each new session."""
 
     def __init__(self, synchroniser: Synchroniser) -> None:
         self._synchroniser = synchroniser
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def begin(self, session: Any, coord: Any) -> None:
         del coord
         session.run(self._synchroniser.join)
 
+    def end(self, session: Any) -> None:
+        """Nothing: the chief ends it for all."""
 
-class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
+
+class SyncChief(SyncMember):
     """Runs the chief's updates in a thread, up to global step `steps` exactly, in each new session."""
 
     def __init__(
         self, synchroniser: Synchroniser, global_step: Any, steps: int | None, stop: StopRequest
     ) -> None:
-        self._synchroniser = synchroniser
+        super().__init__(synchroniser)
         self._global_step = global_step
         self._steps = steps
         self._stop = stop
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def begin(self, session: Any, coord: Any) -> None:
         session.run(self._synchroniser.set_steps)
         # Replicas may wait for an update that went with an earlier chief, or with a ps.
         session.run(self._synchroniser.wake_up)
@@ -191,7 +210,7 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
         # And SIGTERM may find this process waiting for the others.
         self._stop.on_request = lambda: self._wake_up(session)
         step = int(session.run(self._global_step))
-        update = session.make_callable(self._synchroniser.update)
+        update = call(session, [self._synchroniser.update])
         threading.Thread(
             target=self._update, args=(session, coord, update, step), name="tfps-sync", daemon=True
         ).start()
@@ -202,7 +221,7 @@ class SyncChiefHook(tf.train.SessionRunHook):  # type: ignore[misc]  # TensorFlo
     def _update(self, session: Any, coord: Any, update: Any, step: int) -> None:
         while not coord.should_stop() and (self._steps is None or step < self._steps):
             try:
-                step = int(update())
+                step = int(update()[0])
             except (tf.errors.OpError, RuntimeError) as error:
                 # RuntimeError: the session was closed meanwhile.
                 if not coord.should_stop():

@@ -1,4 +1,4 @@
-"""Train: the loop, and what a TF task does around it.
+"""Train: what a TF task does around the loop.
 
 code = run(context)         # in a process forked for one TF task
 result = run_local("dags/programs/linear_regression.py", steps=500)
@@ -7,15 +7,14 @@ result = run_local("dags/programs/linear_regression.py", steps=500)
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import math
 import os
 import random
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,23 @@ import tensorflow.compat.v1 as tf
 
 from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import EXIT_TRY_AGAIN, CheckpointOptions, Result, TaskContext
-from tfps_runtime.training.checkpoints import CheckpointHook, Checkpoints
+from tfps_runtime.training.checkpoints import Checkpoints, Saving
 from tfps_runtime.training.cluster import Cluster
+from tfps_runtime.training.early import EarlyStop
 from tfps_runtime.training.evaluation import evaluate
-from tfps_runtime.training.model import Params, ProgramError, random_seed
+from tfps_runtime.training.hooked import Hooked
+from tfps_runtime.training.loop import Loop
+from tfps_runtime.training.model import Params, random_seed
 from tfps_runtime.training.program import Program, load_program
 from tfps_runtime.training.progress import ProgressWriter
 from tfps_runtime.training.replica import Replica, build_replica
-from tfps_runtime.training.session import (
-    MAX_LOST_SESSIONS,
-    RECOVERY_WAIT_SECS,
-    ClusterSessionCreator,
-    PublishHook,
-    RecoveryError,
-)
+from tfps_runtime.training.session import RecoveryError, Sessions
 from tfps_runtime.training.stopping import StopRequest, StopRequestedError
-from tfps_runtime.training.sync import SyncChiefHook, SyncWorkerHook
+from tfps_runtime.training.summaries import Summaries
+from tfps_runtime.training.sync import SyncChief, SyncMember
+from tfps_runtime.training.towers import build_towers
 
 _log = logging.getLogger("tfps")
-
-STOP_GRACE_SECS = 2.0
-"""For a program's own queue runners when a session ends; stock TensorFlow waits 120 s for a blocked one."""
-
-OTHERS_INPUT_SECS = 30.0
-"""Async, no step limit or not reached: the chief's input has ended and the global step stands still for this long."""
 
 _TRY_AGAIN = (
     tf.errors.AbortedError,
@@ -58,15 +50,12 @@ _TRY_AGAIN = (
 )
 
 
-class NotFiniteError(ProgramError):
-    """The loss became NaN or infinite."""
-
-
 def run(context: TaskContext) -> int:
     """Be the TF task that `context` describes, until training ends; gives the exit code. Call once per process.
 
-    A ps serves until it is killed. A replica trains; the chief also initialises, saves, and in the end evaluates and
-    leaves the result at `context.result_path`. SIGTERM: the step under way is finished, the chief saves.
+    A ps serves until it is killed; so does every in-graph replica but the chief. A replica trains; the chief also
+    initialises, saves, and in the end evaluates and leaves the result at `context.result_path`. SIGTERM: the step
+    under way is finished, the chief saves.
 
     Returns:
         0 if training has ended; EXIT_TRY_AGAIN after SIGTERM, or if the cluster was lost beyond recovery.
@@ -75,10 +64,8 @@ def run(context: TaskContext) -> int:
         ProgramError: this program cannot work in this cluster; so do all errors of the program itself.
     """
     tf.disable_v2_behavior()
-    if context.replication != "between_graph":
-        raise ProgramError(f"replication {context.replication!r}: model_fn programs train between_graph")
     cluster = Cluster.from_context(context)
-    if cluster.is_ps:
+    if cluster.is_server_only:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it has nothing to save
         cluster.start_server(cluster.config(context.session)).join()
         return EXIT_TRY_AGAIN
@@ -171,156 +158,74 @@ def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopReques
     random.seed(seed)  # forked processes start with equal generators
     np.random.seed(seed)  # noqa: NPY002  (the generator that programs of this kind use)
     program = load_program(context.program)
-    params = Params(context.hparams, context.inputs)
-    replica = build_replica(
-        program, params, cluster, seed, replicas_to_aggregate=_replicas_to_aggregate(context, cluster)
-    )
+    params = Params(context.hparams, context.inputs, ps_count=cluster.ps_count)
+    replica = _build(context, program, params, cluster, seed)
     config = cluster.config(context.session)
     progress = ProgressWriter(context.progress_path or None)
     with replica.graph.as_default():
-        with cluster.placement():
-            checkpoints = Checkpoints(context.checkpoint, context.start_from) if cluster.is_chief else None
-        creator = ClusterSessionCreator(
-            cluster,
-            target,
-            config,
-            restore=checkpoints.restore if checkpoints is not None else _nothing,
-            stop=stop,
-        )
-        hooks = _hooks(context, replica, checkpoints, creator, stop)
+        checkpoints = None
+        if cluster.is_chief:
+            with cluster.placement():
+                names = replica.model.start_from_names
+                checkpoints = Checkpoints(context.checkpoint, context.start_from, names)
+        restore = _nothing if checkpoints is None else checkpoints.restore
+        sessions = Sessions(cluster, target, config, restore=restore, stop=stop)
         _log.info(
             "%s is replica %d of %d, with %d ps, %s, to global step %s",
             cluster.task,
             cluster.replica_index,
             len(cluster.replicas),
             cluster.ps_count,
-            context.mode,
+            "in-graph" if cluster.is_in_graph else context.mode,
             context.steps if context.steps is not None else "at the input's end",
         )
-        try:
-            _loop(replica, creator, hooks, progress, steps=context.steps, stop=stop)
-        finally:
-            progress.close()
+        with contextlib.closing(progress), _beside(context, program, replica, checkpoints, stop) as beside:
+            Loop(replica, sessions, progress, steps=context.steps, stop=stop, **beside).run()
     if checkpoints is None or stop.is_requested:
         return None
     return _result(context, program, checkpoints)
 
 
-def _loop(
-    replica: Replica,
-    creator: ClusterSessionCreator,
-    hooks: list[Any],
-    progress: ProgressWriter,
-    *,
-    steps: int | None,
-    stop: StopRequest,
-) -> None:
-    """Step until the global step is reached, the input has ended, or this process was asked to stop.
-
-    Raises NotFiniteError, and whatever a step raises beyond what a new session can mend.
-    """
-    waited_secs = 0.0
-    feeds = replica.batches.feeds()
-    with tf.train.MonitoredSession(
-        session_creator=creator, hooks=hooks, stop_grace_period_secs=STOP_GRACE_SECS
-    ) as session:
-        step, ended = _run_bare(session, [replica.global_step, replica.ended])
-        if is_reached(step, steps):
-            _log.info("global step %d: nothing left to train up to %d", step, steps)
-        while not (
-            is_reached(step, steps)
-            or replica.is_input_over(ended)
-            or stop.is_requested
-            or session.should_stop()
-        ):
-            try:
-                asked = time.monotonic()
-                feed = next(feeds)
-                waited_secs += time.monotonic() - asked
-                values = session.run(replica.fetches, feed_dict=feed)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                _log.info("the input of %s has ended", replica.cluster.task)
-                _end_input(session, replica, progress, steps, stop)
-                break
-            creator.note_step()
-            step, ended, loss = int(values["step"]), values["ended"], float(values["loss"])
-            if not math.isfinite(loss):
-                raise NotFiniteError(
-                    f"the loss is {loss} at global step {step}, local step {progress.local_step + 1}; "
-                    "a smaller learning rate or clip_norm may help"
-                )
-            progress.step(step, loss, values.get("examples"), waited_secs + creator.waited_secs)
+def _build(context: TaskContext, program: Program, params: Params, cluster: Cluster, seed: int) -> Replica:
+    if cluster.is_in_graph:
+        return build_towers(program, params, cluster, seed)
+    aggregate = _replicas_to_aggregate(context, cluster)
+    return build_replica(program, params, cluster, seed, replicas_to_aggregate=aggregate)
 
 
-def _run_bare(session: Any, fetches: Any) -> Any:
-    """Run something that is no step: without hooks, whose own fetches may need a batch."""
-    for _ in range(MAX_LOST_SESSIONS):
-        # When a session is lost here, MonitoredSession makes another and then calls with the closed one again.
-        with contextlib.suppress(RuntimeError):
-            return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
-    raise RecoveryError(f"{MAX_LOST_SESSIONS} sessions in a row were closed under {fetches}")
-
-
-def is_reached(step: int, steps: int | None) -> bool:
-    return steps is not None and step >= steps
-
-
-def _end_input(
-    session: Any, replica: Replica, progress: ProgressWriter, steps: int | None, stop: StopRequest
-) -> None:
-    """Tell the others that this replica's input has ended.
-
-    Synchronous training ends for all, for an update needs everybody. Asynchronous training goes on without this
-    replica; the chief stays to save what the others do, until their input ends or nothing moves any more.
-    """
-    ended = _run_bare(session, replica.mark_ended)
-    if replica.synchroniser is not None:
-        _run_bare(session, replica.synchroniser.wake_up)
-    elif replica.cluster.is_chief:
-        started = since = time.monotonic()
-        step = -1
-        while not ended.all() and not stop.wait(RECOVERY_WAIT_SECS):
-            # Marked again each time: a ps that was lost has forgotten it.
-            now_step, ended = _run_bare(session, [replica.global_step, replica.mark_ended])
-            progress.watch(int(now_step), time.monotonic() - started)
-            if is_reached(now_step, steps):
-                break
-            if now_step != step:
-                step, since = now_step, time.monotonic()
-            elif time.monotonic() - since > OTHERS_INPUT_SECS:
-                _log.info("the others have not stepped for %g s; ending without them", OTHERS_INPUT_SECS)
-                break
-
-
-def _hooks(
+@contextlib.contextmanager
+def _beside(
     context: TaskContext,
+    program: Program,
     replica: Replica,
     checkpoints: Checkpoints | None,
-    creator: ClusterSessionCreator,
     stop: StopRequest,
-) -> list[Any]:
-    hooks: list[Any] = []
-    if replica.synchroniser is not None:
-        if replica.cluster.is_chief:
-            hooks.append(SyncChiefHook(replica.synchroniser, replica.global_step, context.steps, stop))
-        else:
-            hooks.append(SyncWorkerHook(replica.synchroniser))
-    hooks.extend(replica.model.hooks)
-    if checkpoints is not None:
-        options = context.checkpoint
-        hooks += [
-            CheckpointHook(checkpoints, replica.global_step, options.save_checkpoint_secs),
-            tf.train.SummarySaverHook(
-                save_secs=options.save_summaries_secs,
-                output_dir=options.directory,
-                summary_op=replica.summary,
-            ),
-            tf.train.StepCounterHook(
-                every_n_steps=None, every_n_secs=options.save_summaries_secs, output_dir=options.directory
-            ),
-            PublishHook(creator),
-        ]
-    return hooks
+) -> Iterator[dict[str, Any]]:
+    """What goes along with the loop, as its arguments."""
+    hooked = Hooked(replica.model.hooks)
+    companions: list[Any] = []
+    if replica.synchroniser is not None and replica.cluster.is_chief:
+        companions.append(SyncChief(replica.synchroniser, replica.global_step, context.steps, stop))
+    elif replica.synchroniser is not None:
+        companions.append(SyncMember(replica.synchroniser))
+    companions.append(hooked)
+    if checkpoints is None:
+        yield {"hooked": hooked, "companions": companions}
+        return
+    options = context.checkpoint
+    saving = Saving(checkpoints, replica.global_step, options.save_checkpoint_secs)
+    summaries = Summaries(options.directory, options.save_summaries_secs, replica.graph)
+    watchers: list[Any] = [saving]
+    if replica.model.early_stopping is not None:
+        judge = functools.partial(_evaluate, context, program)
+        watchers.append(EarlyStop(replica.model.early_stopping, saving, judge, summaries))
+    with contextlib.closing(summaries):
+        yield {
+            "hooked": hooked,
+            "companions": [*companions, saving],
+            "watchers": watchers,
+            "summaries": summaries,
+        }
 
 
 def _replicas_to_aggregate(context: TaskContext, cluster: Cluster) -> int | None:
@@ -335,13 +240,16 @@ def _replicas_to_aggregate(context: TaskContext, cluster: Cluster) -> int | None
 def _result(context: TaskContext, program: Program, checkpoints: Checkpoints) -> Result:
     checkpoint = checkpoints.newest()
     assert checkpoint is not None  # the training's end has just saved one
-    metrics = evaluate(
-        program, checkpoint, context.hparams, context.inputs, session=context.session, seed=context.seed or 0
-    )
+    metrics = _evaluate(context, program, checkpoint)
     _log.info(
         "evaluated %s: %s", checkpoint, ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
     )
     return Result(int(checkpoint.rpartition("-")[2]), checkpoint, metrics)
+
+
+def _evaluate(context: TaskContext, program: Program, checkpoint: str) -> dict[str, float]:
+    seed = context.seed or 0
+    return evaluate(program, checkpoint, context.hparams, context.inputs, session=context.session, seed=seed)
 
 
 def _write(path: str, result: Result) -> None:
