@@ -75,6 +75,8 @@ def job_faults(job: JobSpec, given: Collection[str]) -> Faults:
     if is_known(job.roles):
         yield from _roles(job, kind)
     yield from _files(job)
+    if is_known(job.replication) and job.replication == "in_graph":
+        yield from _in_graph(job, given)
     yield from _aggregation(job)
     yield from _checkpoint(job)
     yield from _progress(job)
@@ -139,6 +141,16 @@ def _roles(job: JobSpec, kind: str | None) -> Faults:
             yield "roles.ps", "between-graph replication needs a ps, which holds the variables; add ps: 1"
     if all(role in (PS, EVALUATOR) for role in job.roles):
         yield "roles", "a role beside ps and evaluator is needed, or nobody trains; add worker: 1"
+
+
+def _in_graph(job: JobSpec, given: Collection[str]) -> Faults:
+    if "mode" in given and job.mode == "async":
+        yield (
+            "mode",
+            "in-graph steps are synchronous: each has the gradients of all; write sync, or leave it out",
+        )
+    if is_known(job.success_policy) and job.success_policy == "all_workers":
+        yield "success_policy", "in-graph workers only serve and never end by themselves; leave it at chief"
 
 
 def _aggregation(job: JobSpec) -> Faults:

@@ -33,6 +33,8 @@ class Rules:
     replicas_to_aggregate: int | None = None
     success_policy: Literal["chief", "all_workers"] = "chief"
     unreachable_secs: float = 300.0
+    is_in_graph: bool = False
+    """The chief drives all others, whatever their role, and can spare none."""
     exits_are_final: bool = True
     """Whether exit codes 1-127 mean what the harness means by them: the program is wrong, trying again is useless."""
 
@@ -63,6 +65,7 @@ class Verdict:
 
 
 _TRAINERS = ("chief", "worker")
+_HELPERS = ("ps", "evaluator")
 _GONE = (TaskState.FAILED, TaskState.LOST)
 _OUTCOMES: Mapping[TrainingState, Outcome] = {
     TrainingState.FAILED: "failed",
@@ -151,7 +154,7 @@ class _Trial:
     def all_workers_done(self) -> bool | str:
         """Whether every training task succeeded; the name of one that never will."""
         for task in self.rules.tasks:
-            if Task.parse(task).role in _TRAINERS:
+            if self.is_trainer(task):
                 state = self.states.get(task, TaskState.PENDING)
                 if state.is_final and state is not TaskState.SUCCEEDED:
                     return task
@@ -170,14 +173,20 @@ class _Trial:
                     reason=f"{self.label(task)} ended with exit code 0 before the chief had finished",
                     task=self.label(task),
                 )
-        missing = [t for t in self.order if Task.parse(t).role in _TRAINERS]
+        missing = [t for t in self.order if self.is_trainer(t)]
         if len(missing) > self.spare_workers():
             return self.failed(missing[0])
         return None
 
+    def is_trainer(self, task: str) -> bool:
+        role = Task.parse(task).role
+        return role not in _HELPERS if self.rules.is_in_graph else role in _TRAINERS
+
     def spare_workers(self) -> int:
         """How many workers may be gone while training still makes sense."""
-        workers = sum(1 for t in self.rules.tasks if Task.parse(t).role in _TRAINERS)
+        if self.rules.is_in_graph:
+            return 0
+        workers = sum(1 for t in self.rules.tasks if self.is_trainer(t))
         if self.rules.mode == "sync":
             return workers - (self.rules.replicas_to_aggregate or workers)
         return workers
@@ -215,9 +224,9 @@ class _Trial:
                         task=self.label(task),
                         transient=True,
                     )
-                if Task.parse(task).role in _TRAINERS:
+                if self.is_trainer(task):
                     missing.append(task)
-        gone = [t for t in self.order if Task.parse(t).role in _TRAINERS]
+        gone = [t for t in self.order if self.is_trainer(t)]
         if missing and len({*missing, *gone}) > self.spare_workers():
             return Verdict(
                 outcome="failed",

@@ -182,7 +182,7 @@ class JobSpec:
     mode: Literal["async", "sync"] = "async"
     """Whether each worker's gradients are applied as they come, or a step waits for all of them."""
     replication: Literal["between_graph", "in_graph"] = "between_graph"
-    """Whether every worker builds its own graph, or the chief one graph for all."""
+    """Whether every worker builds its own graph, or the chief one graph for all (then always synchronous)."""
     replicas_to_aggregate: Annotated[int, Range(1)] | None = None
     """Gradients that a sync step waits for; fewer than workers makes the rest backups. Default: all."""
     steps: Annotated[int | str, Convert(_steps)] | None = None
@@ -392,10 +392,6 @@ class JobSpec:
         if "evaluator" in self.roles and self.program is not None:
             faults.append(
                 "roles.evaluator: a program is evaluated by its chief after the last step; remove it"
-            )
-        if self.replication == "in_graph" and self.program is not None:
-            faults.append(
-                "replication: in_graph is not available for a program in this version; use a script"
             )
         if faults:
             raise SpecError(f"job {self.name}", faults)

@@ -332,6 +332,7 @@ def _rules(handle: Handle) -> Rules:
         replicas_to_aggregate=job.replicas_to_aggregate,
         success_policy=job.success_policy,
         unreachable_secs=job.timeouts.unreachable_secs,
+        is_in_graph=job.replication == "in_graph",
         exits_are_final=job.program is not None,
     )
 

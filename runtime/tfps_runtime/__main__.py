@@ -6,6 +6,7 @@ import sys
 
 USAGE = """usage: python -m tfps_runtime COMMAND
   run PROGRAM --local [--steps N] …   run a program in this one process
+  evaluate | predict PROGRAM CHECKPOINT …, export PROGRAM CHECKPOINT DIRECTORY …
   preflight reserve start launch probe status follow logs dump stop release put checkpoints sweep
                                       what airflow-tfps calls on a host: a request as JSON on standard input
 """
@@ -26,10 +27,10 @@ def main() -> int:
         from tfps_runtime import launch
 
         return launch.main()
-    if name == "run":
+    if name in ("run", "evaluate", "predict", "export"):
         from tfps_runtime import local
 
-        return local.main(sys.argv[2:])
+        return local.main(name, sys.argv[2:])
     from tfps_runtime import commands
 
     if name == "put" or name in commands.COMMANDS:

@@ -85,7 +85,9 @@ def batches(model: str, seed: int) -> Any:
         yield from zip(x, y, strict=True)
 
 
-def script(role: str, index: int, ps: list[str], workers: list[str], model: str, has_filters: bool, place: str) -> None:
+def script(
+    role: str, index: int, ps: list[str], workers: list[str], model: str, has_filters: bool, place: str
+) -> None:
     """A task of `plain` or `filters`; notes "time step" lines in a file of its own, and runs until it is killed."""
     import tensorflow.compat.v1 as tf
 
@@ -97,7 +99,9 @@ def script(role: str, index: int, ps: list[str], workers: list[str], model: str,
     server = tf.train.Server(cluster, job_name=role, task_index=index, config=config)
     if role == "ps":
         server.join()
-    with tf.device(tf.train.replica_device_setter(worker_device=f"/job:worker/task:{index}", cluster=cluster)):
+    with tf.device(
+        tf.train.replica_device_setter(worker_device=f"/job:worker/task:{index}", cluster=cluster)
+    ):
         global_step = tf.Variable(0, name="global_step", trainable=False)
         feed = batches(model, index)
         x, y = next(feed)
@@ -132,7 +136,9 @@ def script(role: str, index: int, ps: list[str], workers: list[str], model: str,
                 notes.write(f"{time.time()} {step}\n")
 
 
-def run_script(forks: Nursery, directory: Path, model: str, workers: int, secs: float, *, has_filters: bool) -> float:
+def run_script(
+    forks: Nursery, directory: Path, model: str, workers: int, secs: float, *, has_filters: bool
+) -> float:
     """Global steps per second of the script."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + workers)]
     ps, worker = addresses[:1], addresses[1:]
@@ -181,7 +187,9 @@ def rate(notes: Any, secs: float) -> float:
 
 def main() -> int:
     """Print each round, the medians and their ratios; exit code 1 beyond a bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--secs", type=float, default=20.0)
     parser.add_argument("--model", choices=MODELS, default="line")
@@ -199,7 +207,11 @@ def main() -> int:
                     found.append(run_harness(*arguments))
                 else:
                     found.append(run_script(*arguments, has_filters=name == "filters"))
-            print(f"pair {pair + 1}:", ", ".join(f"{name} {found[-1]:.1f}" for name, found in rates.items()), flush=True)
+            print(
+                f"pair {pair + 1}:",
+                ", ".join(f"{name} {found[-1]:.1f}" for name, found in rates.items()),
+                flush=True,
+            )
         forks.close()
     is_good = True
     for name, bound in BOUNDS.items():

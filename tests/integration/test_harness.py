@@ -579,4 +579,3 @@ def run_tensorflow_1_script() -> dict[str, Any]:
         "same": names["v1"].Graph is tf.Graph is names["ops"].Graph,
         "absent": not hasattr(tf, "nothing_of_the_kind"),
     }
-

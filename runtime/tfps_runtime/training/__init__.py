@@ -43,6 +43,7 @@ __all__ = [
     "Params",
     "ProgramError",
     "Shard",
+    "configure_logging",
     "evaluate",
     "export",
     "main",
