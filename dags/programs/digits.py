@@ -41,8 +41,10 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor | None, mode: str, params: P
     hidden = tf.nn.relu(_layer("hidden", features, PIXELS, units))
     logits = _layer("output", hidden, units, CLASSES)
     digits = tf.argmax(logits, axis=1, output_type=tf.int32)
+    decay = params.get("moving_average_decay", 0.99)
     if labels is None:
-        return Model(predictions={"digit": digits, "probabilities": tf.nn.softmax(logits)})
+        predictions = {"digit": digits, "probabilities": tf.nn.softmax(logits)}
+        return Model(predictions=predictions, moving_average_decay=decay)
 
     cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     weights = [variable for variable in tf.trainable_variables() if variable.op.name.endswith("/weights")]
@@ -60,7 +62,7 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor | None, mode: str, params: P
         optimizer=tf.train.GradientDescentOptimizer(learning_rate),
         metrics={"accuracy": tf.metrics.accuracy(labels, digits)},
         predictions={"digit": digits},
-        moving_average_decay=params.get("moving_average_decay", 0.99),
+        moving_average_decay=decay,
     )
 
 

@@ -9,7 +9,7 @@ Three variants, interleaved, 1 ps and asynchronous workers on this machine:
 - `filters`: the same script, whose server and session know only the ps and themselves;
 - `harness`: the same model as `model_fn`, fed by an iterator of arrays.
 
-The clock starts when all workers step. Bounds: harness / plain >= 1.2, harness / filters >= 0.97 (medians of the pairs).
+The clock starts when all workers step. Bounds: harness / plain >= 1.2, harness / filters >= 0.97 (medians).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "integration")]
 
-from clusters import CHIEF, Nursery, Trainings, free_ports, until
+from clusters import CHIEF, Nursery, Trainings, free_ports, until  # noqa: E402  (found through the line above)
 
 BOUNDS = {"plain": 1.2, "filters": 0.97}
 
@@ -85,23 +85,20 @@ def batches(model: str, seed: int) -> Any:
         yield from zip(x, y, strict=True)
 
 
-def script(
-    role: str, index: int, ps: list[str], workers: list[str], model: str, has_filters: bool, place: str
-) -> None:
+def script(role: str, index: int, cluster: dict[str, list[str]], model: str, options: dict[str, Any]) -> None:
     """A task of `plain` or `filters`; notes "time step" lines in a file of its own, and runs until it is killed."""
     import tensorflow.compat.v1 as tf
 
     tf.disable_v2_behavior()
-    cluster = tf.train.ClusterSpec({"ps": ps, "worker": workers})
+    spec = tf.train.ClusterSpec(cluster)
+    place = Path(options["place"])
     config = tf.ConfigProto()
-    if has_filters and role == "worker":
+    if options["has_filters"] and role == "worker":
         config.device_filters[:] = ["/job:ps", f"/job:worker/task:{index}"]
-    server = tf.train.Server(cluster, job_name=role, task_index=index, config=config)
+    server = tf.train.Server(spec, job_name=role, task_index=index, config=config)
     if role == "ps":
         server.join()
-    with tf.device(
-        tf.train.replica_device_setter(worker_device=f"/job:worker/task:{index}", cluster=cluster)
-    ):
+    with tf.device(tf.train.replica_device_setter(worker_device=f"/job:worker/task:{index}", cluster=spec)):
         global_step = tf.Variable(0, name="global_step", trainable=False)
         feed = batches(model, index)
         x, y = next(feed)
@@ -113,7 +110,7 @@ def script(
         saver = tf.train.Saver()
     supervisor = tf.train.Supervisor(
         is_chief=index == 0,
-        logdir=str(Path(place) / "logs"),
+        logdir=str(place / "logs"),
         init_op=init_op,
         summary_op=None,
         saver=saver,
@@ -121,11 +118,11 @@ def script(
         save_model_secs=60,
     )
     # A Supervisor that finds nothing initialised looks again after 30 s. That is not what is measured here.
-    while index > 0 and not (Path(place) / "steps-0").exists():
+    while index > 0 and not (place / "steps-0").exists():
         time.sleep(0.05)
     with (
         supervisor.prepare_or_wait_for_session(server.target, config=config) as session,
-        (Path(place) / f"steps-{index}").open("w", buffering=1) as notes,
+        (place / f"steps-{index}").open("w", buffering=1) as notes,
     ):
         due = 0.0
         while True:
@@ -141,11 +138,11 @@ def run_script(
 ) -> float:
     """Global steps per second of the script."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + workers)]
-    ps, worker = addresses[:1], addresses[1:]
+    cluster = {"ps": addresses[:1], "worker": addresses[1:]}
+    options = {"has_filters": has_filters, "place": str(directory)}
     tasks = [("ps", 0), *(("worker", i) for i in range(workers))]
     processes = [
-        forks.begin(script, role, i, ps, worker, model, has_filters, str(directory), directory=directory)[0]
-        for role, i in tasks
+        forks.begin(script, role, i, cluster, model, options, directory=directory)[0] for role, i in tasks
     ]
 
     def notes(index: int) -> list[tuple[float, int]]:

@@ -387,3 +387,19 @@ def train(forks, tmp_path) -> Iterator[Trainings]:
     trainings = Trainings(forks, tmp_path)
     yield trainings
     trainings.close()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> dict[str, str]:
+    """scikit-learn's digits as the inputs of the bundled program."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x, y = data.data[order], data.target[order]
+    paths = {}
+    for name, part in (("train", slice(0, 1400)), ("eval", slice(1400, None))):
+        paths[name] = str(tmp_path_factory.mktemp(name))
+        np.savez(Path(paths[name]) / "digits.npz", x=x[part], y=y[part])
+    return paths

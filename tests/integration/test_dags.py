@@ -121,7 +121,7 @@ def test_dag_files_are_read_without_faults(parsed):
     """Every example is read without an error, imports nothing heavy, and survives Airflow's serialization."""
     assert parsed["errors"] == {}
     assert parsed["heavy"] == []
-    assert sorted(parsed["dags"]) == ["linear_regression", "nightly_digits", "own_script"]
+    assert sorted(parsed["dags"]) == ["linear_regression", "nightly_digits", "own_script", "wide_deep"]
     for dag in parsed["dags"].values():
         assert dag["is_same_serialized"]
         assert len(dag["doc"]) > 100

@@ -110,7 +110,7 @@ def test_a_killed_ps_costs_no_more_than_the_steps_since_the_last_checkpoint(trai
     assert training.attempts == {PS: 1, CHIEF: 0, WORKER: 0}
 
 
-def test_training_without_synchronisation_goes_on_without_a_worker(train):
+def test_s10_training_without_synchronisation_goes_on_without_a_worker(train):
     """An asynchronous worker that dies stops nobody."""
     training = train(steps=400, hparams={"step_secs": 0.005})
     training.start_all()
@@ -135,7 +135,7 @@ def test_synchronous_training_waits_for_a_lost_worker_and_goes_on_with_it(train)
     assert training.progress(WORKER)[-1].local_step <= 300 - reached
 
 
-def test_a_backup_worker_makes_up_for_a_slow_one(train):
+def test_s09_a_backup_worker_makes_up_for_a_slow_one(train):
     """With two of three gradients per update nobody waits for the slowest worker."""
     program = """
         import time, numpy as np
@@ -383,23 +383,7 @@ def test_digits_are_recognised(train, digits, mode):
     assert training.result.metrics["accuracy"] >= 0.93
 
 
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory) -> dict[str, str]:
-    """scikit-learn's digits as the program's inputs."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    x, y = data.data[order], data.target[order]
-    paths = {}
-    for name, part in (("train", slice(0, 1400)), ("eval", slice(1400, None))):
-        paths[name] = str(tmp_path_factory.mktemp(name))
-        np.savez(Path(paths[name]) / "digits.npz", x=x[part], y=y[part])
-    return paths
-
-
-def test_the_same_program_runs_in_one_process(forks, tmp_path):
+def test_s04_the_same_program_runs_in_one_process(forks, tmp_path):
     """`run_local` trains without a cluster, keeps checkpoints where asked, and goes on from them."""
     results = forks.call(
         local_twice, str(LINEAR_REGRESSION), str(tmp_path / "checkpoints"), directory=tmp_path

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tfps_runtime.failure import report
 from tfps_runtime.protocol import CONTEXT_VARIABLE, TaskContext
+from tfps_runtime.training import readers
 from tfps_runtime.training.evaluation import evaluate, predict
 from tfps_runtime.training.export import export
 from tfps_runtime.training.model import (
@@ -32,6 +33,7 @@ from tfps_runtime.training.model import (
     Shard,
 )
 from tfps_runtime.training.placement import partitioner
+from tfps_runtime.training.queues import queued
 from tfps_runtime.training.train import configure_logging, run, run_local
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "main",
     "partitioner",
     "predict",
+    "queued",
+    "readers",
     "run",
     "run_local",
 ]

@@ -40,8 +40,8 @@ def partitioner(params: Params, *, min_slice_bytes: int = 64 << 10) -> Callable[
     """A partitioner for `tf.get_variable`: rows in as many parts as there are ps, so that each ps holds one.
 
     For tables of embeddings: `tf.nn.embedding_lookup` and `embedding_lookup_sparse` read and update only the rows
-    they need, on every ps at once. Checkpoints hold the table whole, whatever the number of its parts: another
-    number of ps, evaluation and prediction read them too.
+    they need, on every ps at once. Look up with `partition_strategy="div"`, under which a row is the same whatever the
+    number of parts. Checkpoints hold the table whole: another number of ps, evaluation and prediction read them too.
 
     Args:
         params: as `model_fn` got it; in one process there is one part.

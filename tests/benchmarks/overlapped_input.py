@@ -1,0 +1,148 @@
+"""Input made while the step runs, against feeding one batch at a time.
+
+    python tests/benchmarks/overlapped_input.py [--pairs 7] [--secs 8]
+
+One worker without a ps. The same generator of arrays feeds the step (`feed`), fills a queue from a thread (`queue`), or
+is a prefetched `tf.data` dataset (`data`); interleaved. Beforehand the generator's work is set so that making a batch
+takes as long as a step; both times are measured again beside every round and printed. Step and input use one core each.
+
+Bounds, medians, for queue and data each: >= 1.368 x feed, and >= 0.7 of what is possible, (i + s) / max(i, s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "integration")]
+
+from clusters import CHIEF, Nursery, Trainings, until  # noqa: E402  (found through the line above)
+
+STYLES = ("feed", "queue", "data")
+LEAST_GAIN = 1.368
+LEAST_SHARE = 0.7
+EVEN = 0.2
+"""How far apart input time and step time may be."""
+
+PROGRAM = """
+    import sys
+    sys.path.insert(0, {directory!r})
+    import tensorflow.compat.v1 as tf
+    from overlapped_input import ROWS, COLUMNS, batches
+    from tfps_runtime.training import Model, queued
+
+    def input_fn(mode, params, shard):
+        if mode == "eval":
+            return None
+        source = batches(params["draws"])
+        if params["style"] == "queue":
+            return queued(((x, None) for x in source), capacity=4)
+        if params["style"] == "data":
+            dataset = tf.data.Dataset.from_generator(lambda: source, tf.float32, [ROWS, COLUMNS])
+            return dataset.prefetch(4)
+        return ((x, None) for x in source)
+
+    def model_fn(features, labels, mode, params):
+        w = tf.get_variable("w", [COLUMNS, COLUMNS], initializer=tf.orthogonal_initializer())
+        x = features
+        for _ in range(params["layers"]):
+            x = tf.tanh(tf.matmul(x, w))
+        return Model(loss=tf.reduce_mean(x ** 2), optimizer=tf.train.GradientDescentOptimizer(0.001))
+"""
+ROWS, COLUMNS, LAYERS = 128, 256, 12
+
+
+def batches(draws: float) -> Any:
+    """Endless batches; each costs `draws` times the drawing of a batch of normal numbers. 0: made beforehand."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    ready = random.standard_normal((ROWS, COLUMNS), dtype=np.float32)
+    while True:
+        whole, part = divmod(draws, 1)
+        for _ in range(int(whole)):
+            ready = random.standard_normal((ROWS, COLUMNS), dtype=np.float32)
+        if part:
+            random.standard_normal((int(ROWS * part), COLUMNS), dtype=np.float32)
+        yield ready
+
+
+def input_secs(draws: float, secs: float = 1.0) -> float:
+    """Seconds to make a batch, with nothing beside it."""
+    source = batches(draws)
+    next(source)
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() < started + secs:
+        next(source)
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def step_secs(forks: Nursery, directory: Path, style: str, draws: float, secs: float) -> float:
+    """Seconds from step to step in a training."""
+    directory.mkdir()
+    trainings = Trainings(forks, directory)
+    training = trainings(
+        PROGRAM.format(directory=str(Path(__file__).parent)),
+        ps=0,
+        workers=1,
+        steps=10**9,
+        hparams={"style": style, "draws": draws, "layers": LAYERS},
+        session={"intraOpParallelismThreads": 1},
+    )
+    try:
+        training.start_all()
+        until(lambda: len(training.progress(CHIEF)) > 1, 60, "no steps")
+        first = training.progress(CHIEF)[-1]
+        time.sleep(secs)
+        last = training.progress(CHIEF)[-1]
+        return (last.time - first.time) / (last.global_step - first.global_step)
+    finally:
+        trainings.close()
+
+
+def main() -> int:
+    """Print each round, the medians and their ratios; exit code 1 beyond a bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--secs", type=float, default=8.0)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {name: [] for name in ("input", "step", *STYLES)}
+    with tempfile.TemporaryDirectory(prefix="tfps-bench-") as place:
+        forks = Nursery(Path(place) / "log")
+        step = step_secs(forks, Path(place) / "calibration", "feed", 0, options.secs / 2)
+        draws = step / input_secs(1)
+        for pair in range(options.pairs):
+            found["input"].append(input_secs(draws))
+            found["step"].append(step_secs(forks, Path(place) / f"step-{pair}", "feed", 0, options.secs / 2))
+            for style in STYLES:
+                found[style].append(
+                    step_secs(forks, Path(place) / f"{style}-{pair}", style, draws, options.secs)
+                )
+            line = ", ".join(f"{name} {1e3 * times[-1]:.2f} ms" for name, times in found.items())
+            print(f"pair {pair + 1}: {line}", flush=True)
+        forks.close()
+    median = {name: statistics.median(times) for name, times in found.items()}
+    i, s = median["input"], median["step"]
+    possible = (i + s) / max(i, s)
+    print(f"medians: input {1e3 * i:.2f} ms, step {1e3 * s:.2f} ms, possible {possible:.2f} x feed")
+    is_good = abs(i - s) <= EVEN * max(i, s)
+    for style in STYLES[1:]:
+        gain = median["feed"] / median[style]
+        is_good = is_good and gain >= LEAST_GAIN and gain >= LEAST_SHARE * possible
+        print(
+            f"{style}: {gain:.3f} x feed (bound {LEAST_GAIN}), {gain / possible:.2f} of what is possible "
+            f"(bound {LEAST_SHARE})"
+        )
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
