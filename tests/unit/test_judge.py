@@ -20,6 +20,7 @@ BACKUP = Rules(tasks=TASKS, chief="worker:0", mode="sync", replicas_to_aggregate
 ALL = Rules(tasks=TASKS, chief="worker:0", success_policy="all_workers")
 LOCAL = Rules(tasks={"local:0": "a", "local:1": "b"}, chief="local:0", exits_are_final=False)
 SCRIPT = Rules(tasks=TASKS, chief="worker:0", exits_are_final=False)
+IN_GRAPH = Rules(tasks={"ps:0": "a", "tower:0": "a", "tower:1": "b"}, chief="tower:0", is_in_graph=True)
 
 _clock = itertools.count(1)
 
@@ -39,6 +40,10 @@ def task(name: str, state: str, **more) -> dict:
 def failed(name: str, code: int | None = 1, **more) -> dict:
     exit_ = {"code": code, "signal": 9 if code is None else None}
     return task(name, "FAILED", exit=exit_, reason="it broke", **more)
+
+
+def tower(name: str, state: str, **more) -> dict:
+    return {**task("ps:0", state, **more), "task": name, "host": IN_GRAPH.tasks[name]}
 
 
 def training(host: str, state: str, reason: str = "") -> dict:
@@ -95,6 +100,19 @@ CASES = {
         [gone("b")],
         ("failed", "worker:0@b"),
     ),
+    # in-graph
+    "in-graph: towers only serve": (IN_GRAPH, [tower("tower:1", "RUNNING")], None),
+    "in-graph: the chief cannot spare a tower, whatever its role": (
+        IN_GRAPH,
+        [tower("tower:1", "FAILED", reason="it broke", exit={"code": 1, "signal": None})],
+        ("failed", "tower:1@b"),
+    ),
+    "in-graph: nor one whose host is gone": (
+        IN_GRAPH,
+        [tower("tower:1", "RUNNING"), unreachable("b", 301)],
+        ("failed", "tower:1@b"),
+    ),
+    "in-graph: the chief's success ends it": (IN_GRAPH, [tower("tower:0", "SUCCEEDED")], ("succeeded", None)),
     # workers
     "async goes on without a worker": (ASYNC, [failed("worker:1"), gone("c")], None),
     "sync does not": (SYNC, [failed("worker:2")], ("failed", "worker:2@c")),

@@ -170,6 +170,11 @@ def test_a_job_made_by_hand_is_checked_when_it_is_loaded():
             {"mode": "sync", "replicas_to_aggregate": 1, "replication": "in_graph"},
             "replicas_to_aggregate: goes with between-graph replication only",
         ),
+        ({"mode": "async", "replication": "in_graph"}, "mode: in-graph steps are synchronous"),
+        (
+            {"success_policy": "all_workers", "replication": "in_graph"},
+            "success_policy: in-graph workers only serve and never end",
+        ),
         ({"program": None}, "program: exactly one of program, script and command is needed; none is there"),
         (
             {"script": "x.py"},
