@@ -81,7 +81,11 @@ def pack_gradients(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     groups: defaultdict[tuple[str, Any], list[int]] = defaultdict(list)
     for i, (gradient, variable) in enumerate(pairs):
         is_dense = not isinstance(gradient, tf.IndexedSlices)
-        if variable.device and is_dense and 0 < _size(variable.shape, gradient.dtype) <= PACKED_BYTES:
+        if (
+            is_dense
+            and _size(variable.shape, gradient.dtype) <= PACKED_BYTES
+            and _travels(gradient, variable)
+        ):
             groups[variable.device, gradient.dtype].append(i)
     packed = list(pairs)
     for (device, _), indices in groups.items():
@@ -93,6 +97,11 @@ def pack_gradients(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
             for i, part in zip(indices, parts):
                 packed[i] = tf.reshape(part, pairs[i][1].shape), pairs[i][1]
     return packed
+
+
+def _travels(gradient: Any, variable: Any) -> bool:
+    here, there = (tf.DeviceSpec.from_string(each.device) for each in (gradient, variable))
+    return (here.job, here.task) != (there.job, there.task)
 
 
 def _size(shape: Any, dtype: Any) -> int:

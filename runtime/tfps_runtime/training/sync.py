@@ -225,8 +225,10 @@ class SyncChief(SyncMember):
             except (tf.errors.OpError, RuntimeError) as error:
                 # RuntimeError: the session was closed meanwhile.
                 if not coord.should_stop():
-                    coord.request_stop(_as_recoverable(error))
-                    self._wake_up(session)  # this process and its peers may wait on a ps that still lives
+                    self._wake_up(session)  # the peers may wait on a ps that still lives
+                    # A tuple: of a bare exception it would record the one that is being handled.
+                    cause = _as_recoverable(error)
+                    coord.request_stop((type(cause), cause, error.__traceback__))
                 return
 
     def _wake_up(self, session: Any) -> None:

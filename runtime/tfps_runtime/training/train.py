@@ -14,7 +14,8 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopReques
     progress = ProgressWriter(context.progress_path or None)
     with replica.graph.as_default():
         checkpoints = None
-        if cluster.is_chief:
-            with cluster.placement():
+        with cluster.placement():
+            hooked = Hooked(replica.model.hooks)  # first: hooks may add variables
+            if cluster.is_chief:
                 names = replica.model.start_from_names
                 checkpoints = Checkpoints(context.checkpoint, context.start_from, names)
         restore = _nothing if checkpoints is None else checkpoints.restore
@@ -179,8 +181,19 @@ def _train(context: TaskContext, cluster: Cluster, target: str, stop: StopReques
             "in-graph" if cluster.is_in_graph else context.mode,
             context.steps if context.steps is not None else "at the input's end",
         )
-        with contextlib.closing(progress), _beside(context, program, replica, checkpoints, stop) as beside:
-            Loop(replica, sessions, progress, steps=context.steps, stop=stop, **beside).run()
+        members = [*_sync_member(replica, context.steps, stop), hooked]
+        with contextlib.closing(progress), _beside(context, program, replica, checkpoints) as beside:
+            Loop(
+                replica,
+                sessions,
+                progress,
+                steps=context.steps,
+                stop=stop,
+                hooked=hooked,
+                companions=[*members, *beside.companions],
+                watchers=beside.watchers,
+                summaries=beside.summaries,
+            ).run()
     if checkpoints is None or stop.is_requested:
         return None
     return _result(context, program, checkpoints)
@@ -193,39 +206,40 @@ def _build(context: TaskContext, program: Program, params: Params, cluster: Clus
     return build_replica(program, params, cluster, seed, replicas_to_aggregate=aggregate)
 
 
+def _sync_member(replica: Replica, steps: int | None, stop: StopRequest) -> list[Any]:
+    if replica.synchroniser is None:
+        return []
+    if replica.cluster.is_chief:
+        return [SyncChief(replica.synchroniser, replica.global_step, steps, stop)]
+    return [SyncMember(replica.synchroniser)]
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What the chief does beside the steps."""
+
+    companions: Sequence[Any] = ()
+    watchers: Sequence[Any] = ()
+    summaries: Summaries | None = None
+
+
 @contextlib.contextmanager
 def _beside(
-    context: TaskContext,
-    program: Program,
-    replica: Replica,
-    checkpoints: Checkpoints | None,
-    stop: StopRequest,
-) -> Iterator[dict[str, Any]]:
-    """What goes along with the loop, as its arguments."""
-    hooked = Hooked(replica.model.hooks)
-    companions: list[Any] = []
-    if replica.synchroniser is not None and replica.cluster.is_chief:
-        companions.append(SyncChief(replica.synchroniser, replica.global_step, context.steps, stop))
-    elif replica.synchroniser is not None:
-        companions.append(SyncMember(replica.synchroniser))
-    companions.append(hooked)
+    context: TaskContext, program: Program, replica: Replica, checkpoints: Checkpoints | None
+) -> Iterator[_Beside]:
     if checkpoints is None:
-        yield {"hooked": hooked, "companions": companions}
+        yield _Beside()
         return
     options = context.checkpoint
     saving = Saving(checkpoints, replica.global_step, options.save_checkpoint_secs)
-    summaries = Summaries(options.directory, options.save_summaries_secs, replica.graph)
-    watchers: list[Any] = [saving]
-    if replica.model.early_stopping is not None:
-        judge = functools.partial(_evaluate, context, program)
-        watchers.append(EarlyStop(replica.model.early_stopping, saving, judge, summaries))
-    with contextlib.closing(summaries):
-        yield {
-            "hooked": hooked,
-            "companions": [*companions, saving],
-            "watchers": watchers,
-            "summaries": summaries,
-        }
+    with contextlib.closing(
+        Summaries(options.directory, options.save_summaries_secs, replica.graph)
+    ) as summaries:
+        watchers: list[Any] = [saving]
+        if replica.model.early_stopping is not None:
+            judge = functools.partial(_evaluate, context, program)
+            watchers.append(EarlyStop(replica.model.early_stopping, saving, judge, summaries))
+        yield _Beside([saving], watchers, summaries)
 
 
 def _replicas_to_aggregate(context: TaskContext, cluster: Cluster) -> int | None:
