@@ -59,7 +59,7 @@ ENSURE_LEASE_SECS = 120.0
 """A reservation that nobody takes up ends by itself after this long."""
 PARALLEL = 16
 COMMAND_SECS = 60.0
-PROBE_SECS = 5.0
+PROBE_SECS = 3.0
 UPLOAD_SECS = 1800.0
 
 

@@ -121,6 +121,8 @@ class Agent:
         self.followers = Followers(self.logs.__getitem__)
         self.selector = selectors.DefaultSelector()
         self._is_leaving = False
+        self._is_behind = False
+        """Whether a follower takes more of a log at once."""
         self._listen()
         self._watch_signals()
         self.processes = Processes(
@@ -197,7 +199,7 @@ class Agent:
             pause = BUSY_SECS
         if TaskState.STARTING in states:
             pause = STARTING_SECS
-        pause = min(pause, max(core.next_due(self.state) - time.monotonic(), 0.0))
+        pause = 0.0 if self._is_behind else min(pause, max(core.next_due(self.state) - time.monotonic(), 0.0))
         for key, mask in self.selector.select(pause):
             if key.data == "listener":
                 self._accept()
@@ -227,7 +229,7 @@ class Agent:
         for task, log in self.logs.items():
             if self.state.tasks[task].state.is_alive:
                 log.rotate_if_large()
-        self.followers.push_logs(self._is_over)
+        self._is_behind = self.followers.push_logs(self._is_over)
         self.followers.beat({"lease_secs": round(self.state.lease_until - time.monotonic(), 1)})
         for connection in self.followers.forget_closed():
             self._forget(connection)

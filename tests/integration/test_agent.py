@@ -29,7 +29,7 @@ import pytest
 import tfps_runtime
 from tfps_runtime import commands
 from tfps_runtime.processes import Processes, _Process, start_time
-from tfps_runtime.protocol import Paths, RefusedError, Task, TrainingId
+from tfps_runtime.protocol import Paths, RefusedError, Task, TrainingId, run_dir
 from tfps_runtime.reserve import is_held, read_lock
 
 from airflow_tfps.deploy import build_runtime
@@ -578,16 +578,18 @@ def gpus(host) -> Callable[[str], None]:
     return provide
 
 
-def bus() -> Iterator[str]:
-    """Bus addresses that no other test has, so that real locks do not meet."""
+@pytest.fixture
+def buses() -> Iterator[list[str]]:
+    """Bus addresses that no other test has, so that real locks do not meet; their lock files are taken away."""
     prefix = uuid.uuid4().hex[:8].upper()
-    return iter([f"{prefix}:0{i}:00.0" for i in range(8)])
+    yield [f"{prefix}:0{i}:00.0" for i in range(3)]
+    for path in Path(run_dir()).glob(f"gpu-{prefix.lower()}-*.lock"):
+        path.unlink()
 
 
-def test_two_trainings_get_different_gpus(host, gpus):
+def test_two_trainings_get_different_gpus(host, gpus, buses):
     """Each GPU is held for the whole training, seen by its task alone, in bus order; a ps sees none."""
-    names = list(bus())
-    gpus("\n".join([f"{names[2]}, 3", f"{names[0]}, 0", f"{names[1]}, 12"]))
+    gpus("\n".join([f"{buses[2]}, 3", f"{buses[0]}, 0", f"{buses[1]}, 12"]))
     one = host.training().up("ps:0", {"task": "worker:0", "gpus": 2})
     assert one.reservation["gpus"] == {"worker:0": [0, 1]}
     other = host.training().up("ps:0", {"task": "worker:0", "gpus": 1})
@@ -605,10 +607,9 @@ def test_two_trainings_get_different_gpus(host, gpus):
     }
 
 
-def test_a_gpu_that_somebody_uses_is_left_alone(host, gpus):
+def test_a_gpu_that_somebody_uses_is_left_alone(host, gpus, buses):
     """Used memory tells of strangers that hold no lock of ours."""
-    names = list(bus())
-    gpus(f"{names[0]}, 8000\n{names[1]}, 10\n{names[2]}, 300")
+    gpus(f"{buses[0]}, 8000\n{buses[1]}, 10\n{buses[2]}, 300")
     assert host.training().reserve({"task": "worker:0", "gpus": 1}).reservation["gpus"] == {"worker:0": [1]}
     with pytest.raises(Refused, match="4 GPUs are needed, the host has 3") as caught:
         host.training().reserve({"task": "worker:0", "gpus": 4})
@@ -843,14 +844,21 @@ def test_a_script_that_leaves_an_executor_running_ends(training, warm):
         ("print(__name__, __file__)", 0, "__main__ "),
     ],
 )
-@pytest.mark.parametrize("warm", [True, False])
-def test_a_script_ends_as_under_an_interpreter(training, warm, code, exit_, said):
+def test_a_script_ends_as_under_an_interpreter(training, code, exit_, said):
     """Exit codes, tracebacks, exit functions, threads, buffers."""
     training.host.script.write_text(code)
-    training.reserve({"task": "worker:0", "restarts": 0, "warm": warm, "has_port": False}).start().launch()
-    event = training.wait("worker:0", "SUCCEEDED" if exit_ == 0 else "FAILED")
-    assert event["exit"] == {"code": exit_ if exit_ >= 0 else None, "signal": -exit_ if exit_ < 0 else None}
-    assert said in training.log("worker:0")
+    tasks = {"worker:0": True, "worker:1": False}  # forked, and started afresh
+    training.reserve(
+        *({"task": t, "restarts": 0, "warm": warm, "has_port": False} for t, warm in tasks.items())
+    )
+    training.start().launch()
+    for task in tasks:
+        event = training.wait(task, "SUCCEEDED" if exit_ == 0 else "FAILED")
+        assert event["exit"] == {
+            "code": exit_ if exit_ >= 0 else None,
+            "signal": -exit_ if exit_ < 0 else None,
+        }
+        assert said in training.log(task)
 
 
 def test_random_numbers_differ_between_tasks_and_restarts(host):
@@ -1197,7 +1205,7 @@ def test_acknowledging_what_was_never_told_does_not_silence_the_log(training):
 def test_a_follower_that_never_reads_holds_up_nobody(training):
     """The agent answers others, and the task goes on; what is not taken waits in the file."""
     training.host.script.write_text(
-        "import time\nfor i in range(40):\n    print('x' * 100_000, flush=True)\nprint('done', flush=True)\ntime.sleep(600)\n"
+        "import time\nfor i in range(120):\n    print('x' * 100_000, flush=True)\nprint('done', flush=True)\ntime.sleep(600)\n"
     )
     training.reserve({"task": "worker:0", "has_port": False}).start(program={"progress": None}).launch()
     with training.connect() as deaf:
@@ -1206,8 +1214,10 @@ def test_a_follower_that_never_reads_holds_up_nobody(training):
         begun = time.monotonic()
         assert training.status()["is_alive"]
         assert time.monotonic() - begun < 3.0
+        begun = time.monotonic()
         follower = training.follow(logs=["worker:0"])
         follower.wait(lambda m: m["type"] == "log" and "done" in m["lines"])
+        assert time.monotonic() - begun < 15.0, "12 MB, as fast as the follower takes them"
         follower.close()
         assert (
             int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{training.agent}/status").read_text())[1]) < 100_000

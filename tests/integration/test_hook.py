@@ -36,7 +36,7 @@ from airflow_tfps.errors import (
     SpecError,
 )
 from airflow_tfps.handle import Handle
-from airflow_tfps.hook import ClusterHook
+from airflow_tfps.hook import ClusterHook, check_probes, probe_request
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.judge import UNREACHABLE, Rules, Verdict, judge
 from airflow_tfps.spec import JobSpec
@@ -90,7 +90,8 @@ class Lab:
         return Inventory.from_dict({"hosts": hosts})
 
     def job(self, *args: str, **more) -> JobSpec:
-        """One ps and one worker on each host."""
+        """One ps and one worker on each host; a test that is killed leaves them for two minutes at most."""
+        timeouts = {"ready_secs": 30, "grace_secs": 5, "lease_secs": 120, **more.pop("timeouts", {})}
         return JobSpec.from_dict(
             {
                 "script": "standin.py",
@@ -98,7 +99,7 @@ class Lab:
                 "roles": {"ps": {"count": 2, "restarts": 0}, "worker": 2},
                 "preload": ["json"],
                 "progress": r"step (?P<step>\d+)",
-                "timeouts": {"ready_secs": 30, "grace_secs": 5},
+                "timeouts": timeouts,
                 **more,
             },
             base_dir=self.folder,
@@ -225,20 +226,19 @@ def test_a_training_from_ensure_to_stop(lab, where, monkeypatch):
     with ClusterHook(inventory=inventory) as hook:
         handle = hook.ensure(job, lab.training(), chief_host="hook-a")
         assert handle.chief_host == "hook-a"
-        assert {s["state"] for s in hook.status(handle).values()} <= {"READY", "RUNNING"}
         hook.launch(handle)
         verdict = asyncio.run(Watcher(handle).run())
         assert (verdict.outcome, verdict.result["global_step"]) == ("succeeded", 3)
         hook.launch(handle)  # again: nothing happens
         assert hook.result(handle)["global_step"] == 3
-        assert hook.log_tail(handle, handle.chief, 3) == ["step 1", "step 2", "step 3"]
-        assert hook.log_tail(handle, Task("worker", 0), 4)[0] == "worker:0 is up and has its data"
         states = hook.stop(handle, "the chief has finished")
         assert states == {host: "SUCCEEDED" if host == "hook-a" else "STOPPED" for host in handle.hosts}
         assert not lab.living(handle.training)
         assert hook.stop(handle, "again") == states
         assert {s["is_alive"] for s in hook.status(handle).values()} == {False}
-        assert hook.log_tail(handle, handle.chief, 1) == ["step 3"], "logs outlive the training"
+        said = ["worker:0 is up and has its data", "step 1", "step 2", "step 3"]
+        assert hook.log_tail(handle, handle.chief, 4) == said, "logs outlive the training"
+        assert hook.log_tail(handle, handle.chief, 2) == said[-2:]
 
 
 def test_the_runtime_and_the_program_are_brought_once(lab, hook, caplog):
@@ -251,7 +251,7 @@ def test_the_runtime_and_the_program_are_brought_once(lab, hook, caplog):
             path.unlink()
     for one in (hook, ClusterHook(inventory=lab.inventory())):
         with one:
-            handle = one.ensure(lab.job(script=name), lab.training())
+            handle = one.ensure(lab.job(script=name), lab.training(), wait=False)
             one.stop(handle, "the test is over", grace_secs=0)
     said = [record.getMessage() for record in caplog.records]
     for host in lab.hosts:
@@ -308,7 +308,7 @@ def test_a_job_that_cannot_run_touches_no_host(lab):
 def test_a_ps_that_never_listens_is_named(lab, hook):
     """With the host that cannot reach it; and what could not be brought up is taken away again."""
     training = lab.training()
-    timeouts = {"ready_secs": 3, "grace_secs": 5}
+    timeouts = {"ready_secs": 3}
     with pytest.raises(NotReadyError) as caught:
         hook.ensure(lab.job("deaf=ps:1", timeouts=timeouts), training)
     text = str(caught.value)
@@ -322,7 +322,7 @@ def test_a_ps_that_never_listens_is_named(lab, hook):
 def test_a_task_that_fails_at_once_is_named_with_its_log(lab, hook):
     """Long before the time for readiness is over."""
     training, begun = lab.training(), time.monotonic()
-    timeouts = {"ready_secs": 300, "grace_secs": 5}
+    timeouts = {"ready_secs": 300}
     with pytest.raises(NotReadyError, match="ps:1@hook-b failed: exit code 1") as caught:
         hook.ensure(lab.job("fails=ps:1", timeouts=timeouts), training)
     assert time.monotonic() - begun < 60
@@ -330,14 +330,23 @@ def test_a_task_that_fails_at_once_is_named_with_its_log(lab, hook):
     assert not lab.living(training)
 
 
-def test_looking_at_readiness_does_not_wait(lab, hook):
-    """`train` only looks before it decides to wait without a worker slot."""
+def test_readiness_as_a_worker_and_as_a_trigger_see_it(lab, hook):
+    """`train` only looks before it decides to wait without a worker slot; the deferred window asks the same."""
     handle = hook.ensure(lab.job("deaf=ps:1"), lab.training(), wait=False)
     begun = time.monotonic()
     with pytest.raises(NotReadyError, match="ps:1@hook-b"):
         hook.wait_ready(handle, timeout=0)
     assert time.monotonic() - begun < 15
-    assert lab.living(handle.training) == ["hook-a", "hook-b"]
+
+    async def ask() -> dict[str, dict]:
+        return {
+            host: await follow.probe(handle, host, probe_request(handle, host, 2.0), timeout=2.0)
+            for host in handle.hosts
+        }
+
+    with pytest.raises(NotReadyError, match="ps:1@hook-b cannot be reached from hook-a"):
+        check_probes(handle, asyncio.run(ask()))
+    assert lab.living(handle.training) == ["hook-a", "hook-b"], "neither has ended anything"
 
 
 def test_secrets_reach_the_tasks_and_no_file(lab, hook, monkeypatch):
@@ -360,12 +369,12 @@ def test_secrets_reach_the_tasks_and_no_file(lab, hook, monkeypatch):
 
 def test_a_training_in_which_a_worker_is_through_is_ready(lab, hook):
     """Whoever finds it again must not wait for a port that nobody will ever open any more."""
-    handle = hook.ensure(lab.job("steps=1", "ends=worker:1", "pause=3"), lab.training())
+    handle = hook.ensure(lab.job("steps=1", "ends=worker:1", "pause=2"), lab.training())
     deadline = time.monotonic() + 30
     while hook.status(handle)["hook-b"]["tasks"][1]["state"] != "SUCCEEDED":
         assert time.monotonic() < deadline
     hook.wait_ready(handle, timeout=0)
-    assert hook.ensure(lab.job("steps=1", "ends=worker:1", "pause=3"), handle.training) == handle
+    assert hook.ensure(handle.job, handle.training) == handle
 
 
 # --- following --------------------------------------------------------------------------------------------------------
@@ -383,7 +392,9 @@ def test_following_goes_on_over_a_lost_connection(lab, relay, define, how):
     """Numbers without a gap or a repetition, every line of the log once, and no success out of a silence."""
     link, inventory = behind(lab, relay, define, "hook-a")
     with ClusterHook(inventory=inventory) as hook:
-        handle = hook.ensure(lab.job("steps=60", "pause=0.05"), lab.training(), chief_host="hook-a")
+        handle = hook.ensure(
+            lab.job("steps=60", "pause=0.05"), lab.training(), chief_host="hook-a", wait=False
+        )
         hook.launch(handle)
         watcher, cuts = Watcher(handle), []
 
@@ -413,7 +424,7 @@ def test_following_goes_on_over_a_lost_connection(lab, relay, define, how):
 
 def test_a_new_follower_repeats_no_line_of_the_log(lab, hook):
     """A triggerer that restarts goes on where the last one was."""
-    handle = hook.ensure(lab.job("steps=40", "pause=0.05"), lab.training())
+    handle = hook.ensure(lab.job("steps=40", "pause=0.05"), lab.training(), wait=False)
     hook.launch(handle)
     first, second = Watcher(handle), Watcher(handle)
     assert asyncio.run(first.run(lambda _: "step 9" in first.lines)) is None
@@ -427,33 +438,11 @@ def test_a_new_follower_repeats_no_line_of_the_log(lab, hook):
     hook.stop(handle, "the test is over")
 
 
-def test_watching_without_a_lease_changes_nothing(lab, hook):
-    """Whoever only looks renews no lease and takes no log away from the follower."""
-    handle = hook.ensure(lab.job(), lab.training())
-    hook.launch(handle)
-    before = hook.status(handle)["hook-a"]["lease_secs"]
-
-    async def look() -> list[dict]:
-        async with contextlib.aclosing(follow.follow(handle, lease_secs=None)) as stream:
-            messages = []
-            async for message, _ in stream:
-                messages.append(message)
-                if sum(m["type"] == "caught_up" for m in messages) == 2:
-                    return messages
-        return []
-
-    messages = asyncio.run(look())
-    assert {m["host"] for m in messages} == {"hook-a", "hook-b"}
-    assert not [m for m in messages if m["type"] == "log"]
-    assert hook.status(handle)["hook-a"]["lease_secs"] <= before
-    hook.stop(handle, "the test is over", grace_secs=0)
-
-
 def test_a_host_that_stays_away_fails_the_try(lab, relay, define):
     """After `unreachable_secs`, as something that another try may mend; never as a success."""
     link, inventory = behind(lab, relay, define)
     with ClusterHook(inventory=inventory) as hook:
-        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a")
+        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a", wait=False)
         hook.launch(handle)
         watcher = Watcher(handle, unreachable_secs=1.5)
 
@@ -469,7 +458,7 @@ def test_a_host_that_stays_away_fails_the_try(lab, relay, define):
 
 def test_a_killed_agent_is_told_as_gone(lab, hook):
     """The kernel took its tasks with it; the verdict names the first that is missed."""
-    handle = hook.ensure(lab.job(), lab.training())
+    handle = hook.ensure(lab.job(), lab.training(), wait=False)
     hook.launch(handle)
     watcher = Watcher(handle)
 
@@ -506,7 +495,7 @@ def stop_async(lab: Lab, handle: Handle) -> str:
 @pytest.mark.parametrize("stop", [stop_blocking, stop_async])
 def test_stopping_ends_everything_on_every_host(lab, hook, stop):
     """From a worker and from a trigger alike, and twice as well as once."""
-    handle = hook.ensure(lab.job(), lab.training())
+    handle = hook.ensure(lab.job(), lab.training(), wait=False)
     hook.launch(handle)
     for _ in range(2):
         assert stop(lab, handle) == ""
@@ -515,17 +504,17 @@ def test_stopping_ends_everything_on_every_host(lab, hook, stop):
     assert reasons == {"enough"}
 
 
-@pytest.mark.parametrize("stop", [stop_blocking, stop_async])
-def test_stopping_names_the_host_that_cannot_be_reached(lab, relay, define, stop):
+def test_stopping_names_the_host_that_cannot_be_reached(lab, relay, define):
     """After the others were stopped; only their own lease is left to it."""
     link, inventory = behind(lab, relay, define)
     with ClusterHook(inventory=inventory) as hook:
-        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a")
+        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a", wait=False)
     link.close()
-    text = stop(lab, handle)
-    assert "hook-b" in text
-    assert "hook-a" not in text
-    assert lab.living(handle.training) == ["hook-b"]
+    for stop in (stop_blocking, stop_async):
+        text = stop(lab, handle)
+        assert "hook-b" in text
+        assert "hook-a" not in text
+        assert lab.living(handle.training) == ["hook-b"]
 
 
 def test_stopping_by_key_needs_no_handle(lab, hook):
@@ -543,11 +532,26 @@ def test_stopping_by_key_needs_no_handle(lab, hook):
         assert another.stop_key(key, "again") == {"hook-a": {}, "hook-b": {}}
 
 
-def test_a_trigger_that_gets_no_answer_shortens_the_lease(lab, hook):
-    """The hosts end the training by themselves then, with all that belongs to it."""
-    handle = hook.ensure(lab.job(), lab.training())
+def test_who_only_looks_keeps_nothing_and_a_trigger_without_an_answer_shortens_the_lease(lab, hook):
+    """Watching renews no lease and takes no log away; when the lease is over the hosts end everything themselves."""
+    handle = hook.ensure(lab.job(timeouts={"grace_secs": 1}), lab.training(), wait=False)
     hook.renew(handle, 500.0)
-    assert all(400 < s["lease_secs"] <= 500 for s in hook.status(handle).values())
+    before = hook.status(handle)
+    assert all(400 < s["lease_secs"] <= 500 for s in before.values())
+
+    async def look() -> list[dict]:
+        async with contextlib.aclosing(follow.follow(handle, lease_secs=None)) as stream:
+            messages = []
+            async for message, _ in stream:
+                messages.append(message)
+                if sum(m["type"] == "caught_up" for m in messages) == 2:
+                    return messages
+        return []
+
+    messages = asyncio.run(look())
+    assert {m["host"] for m in messages} == {"hook-a", "hook-b"}
+    assert not [m for m in messages if m["type"] == "log"]
+    assert hook.status(handle)["hook-a"]["lease_secs"] <= before["hook-a"]["lease_secs"]
     asyncio.run(follow.shorten_lease(handle, 0.5))
     deadline = time.monotonic() + 30
     while lab.living(handle.training):
@@ -563,7 +567,7 @@ def test_a_command_whose_connection_breaks_is_an_error(lab, relay, define):
     """Whatever the command did: without its answer nothing is taken for done."""
     link, inventory = behind(lab, relay, define)
     with ClusterHook(inventory=inventory) as hook:
-        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a")
+        handle = hook.ensure(lab.job(), lab.training(), chief_host="hook-a", wait=False)
         assert set(hook.status(handle)) == {"hook-a", "hook-b"}
         link.cut()
         with pytest.raises(HostUnreachableError, match="hook-b"):
@@ -589,21 +593,6 @@ def test_what_could_not_be_brought_up_is_cleared_away_over_a_new_connection(lab,
         hook.ensure(lab.job("deaf=ps:0"), training, chief_host="hook-a")
     cutter.join()
     assert not lab.living(training)
-
-
-def test_probing_from_a_trigger(lab, hook):
-    """The sensor's deferred window asks the same question as the hook."""
-    handle = hook.ensure(lab.job("deaf=worker:1"), lab.training(), wait=False)
-    from airflow_tfps.hook import check_probes, probe_request
-
-    async def ask() -> dict[str, dict]:
-        return {
-            host: await follow.probe(handle, host, probe_request(handle, host, 2.0), timeout=2.0)
-            for host in handle.hosts
-        }
-
-    with pytest.raises(NotReadyError, match="worker:1@hook-. cannot be reached from hook-a"):
-        check_probes(handle, asyncio.run(ask()))
 
 
 def test_the_connection_form_says_what_is_wrong(lab):
