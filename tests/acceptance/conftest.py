@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from airflow_tfps.demo_hosts import connection_json, read_hosts
-from airflow_tfps.demo_processes import describe, processes
-from airflow_tfps.demo_stack import AirflowStack, leftovers
+from airflow_tfps.demo.hosts import connection_json, read_hosts
+from airflow_tfps.demo.processes import describe, processes
+from airflow_tfps.demo.stack import AirflowStack, leftovers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,7 +58,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     hosts_home = folder / "hosts"
     arguments = [argument for name in HOSTS for argument in ("--host", name)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "airflow_tfps.demo_hosts", "--home", str(hosts_home), *arguments],
+        [sys.executable, "-m", "airflow_tfps.demo.hosts", "--home", str(hosts_home), *arguments],
         start_new_session=True,
     )
     try:

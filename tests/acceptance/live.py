@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tfps_runtime.protocol import TrainingId, run_dir, training_key
 from tfps_runtime.reserve import is_held, read_lock
 
-from airflow_tfps.demo_processes import open_ports, processes
+from airflow_tfps.demo.processes import open_ports, processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from airflow_tfps.demo_hosts import DemoHost
-    from airflow_tfps.demo_stack import AirflowStack, Api
+    from airflow_tfps.demo.hosts import DemoHost
+    from airflow_tfps.demo.stack import AirflowStack, Api
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from airflow_tfps.demo_processes import leftovers, processes
+from airflow_tfps.demo.processes import leftovers, processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from airflow_tfps.demo_hosts import DemoHost, connection_json, read_hosts
+from airflow_tfps.demo.hosts import DemoHost, connection_json, read_hosts
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.ssh import Completed, Endpoint, connect, connect_async
 
@@ -78,7 +78,7 @@ def embedded_hosts(tmp_path_factory) -> Iterator[Callable[..., dict[str, DemoHos
             home = tmp_path_factory.mktemp("hosts")
             arguments = [argument for name in names for argument in ("--host", name)]
             process = subprocess.Popen(
-                [sys.executable, "-m", "airflow_tfps.demo_hosts", "--home", str(home), *arguments]
+                [sys.executable, "-m", "airflow_tfps.demo.hosts", "--home", str(home), *arguments]
             )
             stack.callback(process.wait, 20)
             stack.callback(process.terminate)

@@ -155,7 +155,7 @@ def test_trigger_forms_check_what_is_typed(parsed):
 @pytest.mark.tensorflow
 def test_all_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
     """Under `dag.test()` all DAGs train over SSH to the right numbers, and leave nothing on the hosts."""
-    from airflow_tfps.demo_processes import processes
+    from airflow_tfps.demo.processes import processes
 
     hosts = embedded_hosts("dag-a", "dag-b")
     inventory = {

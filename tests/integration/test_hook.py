@@ -26,7 +26,7 @@ from tfps_runtime.protocol import Paths, Task, TrainingId
 from tfps_runtime.reserve import is_held
 
 from airflow_tfps import follow
-from airflow_tfps.demo_hosts import DemoHost
+from airflow_tfps.demo.hosts import DemoHost
 from airflow_tfps.errors import (
     BusyError,
     CommandError,

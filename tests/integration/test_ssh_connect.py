@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from airflow_tfps.demo_hosts import DemoHost, DemoServer, connection_json, read_hosts, serve
+from airflow_tfps.demo.hosts import DemoHost, DemoServer, connection_json, read_hosts, serve
 from airflow_tfps.errors import (
     AuthenticationError,
     HostKeyError,
@@ -511,7 +511,7 @@ def test_kernel_gives_up_a_dead_link(demo_host, define):
 def test_agents_outlive_their_connection_and_their_demo_host(tmp_path, monkeypatch, wait_until):
     """Neither the end of the connection nor that of the server ends what detached itself; hosts.json goes away."""
     arguments = ["--home", str(tmp_path), "--host", "x"]
-    server = subprocess.Popen([PYTHON, "-m", "airflow_tfps.demo_hosts", *arguments])
+    server = subprocess.Popen([PYTHON, "-m", "airflow_tfps.demo.hosts", *arguments])
     try:
         wait_until((tmp_path / "hosts.json").exists, "ready")
         host = read_hosts(tmp_path)["x"]

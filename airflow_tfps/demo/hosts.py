@@ -6,7 +6,7 @@ key. A command gets what sshd gives it: the user's shell with `-c` in a session 
 a clean environment and three pipes; when the client goes away the pipes are closed and the command is let be.
 For loopback only.
 
-    python -m airflow_tfps.demo_hosts --home DIR --host gpu-a --host gpu-b      # until SIGTERM
+    python -m airflow_tfps.demo.hosts --home DIR --host gpu-a --host gpu-b      # until SIGTERM
     hosts = read_hosts(Path(DIR))                       # once DIR/hosts.json is there
     os.environ["AIRFLOW_CONN_GPU_A"] = json.dumps(connection_json(hosts["gpu-a"]))
 """
@@ -58,7 +58,7 @@ class DemoHost:
 
 
 def read_hosts(home: Path) -> dict[str, DemoHost]:
-    """Read what a running `demo_hosts` serves. Raises FileNotFoundError until it is ready."""
+    """Read what a running `demo.hosts` serves. Raises FileNotFoundError until it is ready."""
     return {name: DemoHost(**host) for name, host in json.loads((home / "hosts.json").read_text()).items()}
 
 
@@ -257,7 +257,7 @@ async def _main(home: Path, names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
-        prog="python -m airflow_tfps.demo_hosts", description=__doc__.split("\n")[0]
+        prog="python -m airflow_tfps.demo.hosts", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--home", type=Path, required=True, help="directory for keys, homes and hosts.json")
     parser.add_argument("--host", action="append", required=True, help="name of a host; may be repeated")

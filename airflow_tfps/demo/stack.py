@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from airflow_tfps.demo_api import Api, StackError, wait
-from airflow_tfps.demo_processes import describe, leftovers, listening, open_ports, processes
+from airflow_tfps.demo.api import Api, StackError, wait
+from airflow_tfps.demo.processes import describe, leftovers, listening, open_ports, processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

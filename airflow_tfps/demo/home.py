@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfps_runtime.protocol import LockRecord, ProtocolError, run_dir
 
-from airflow_tfps.demo_api import wait
-from airflow_tfps.demo_processes import describe, open_ports, processes
+from airflow_tfps.demo.api import wait
+from airflow_tfps.demo.processes import describe, open_ports, processes
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:

@@ -24,19 +24,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from airflow_tfps.demo_api import StackError, wait
-from airflow_tfps.demo_home import HOME_VARIABLE, DemoError, alone, empty, runtime, tidy
-from airflow_tfps.demo_hosts import connection_json, read_hosts
-from airflow_tfps.demo_processes import listening, processes
-from airflow_tfps.demo_stack import AirflowStack
-from airflow_tfps.demo_view import View
+from airflow_tfps.demo.api import StackError, wait
+from airflow_tfps.demo.home import HOME_VARIABLE, DemoError, alone, empty, runtime, tidy
+from airflow_tfps.demo.hosts import connection_json, read_hosts
+from airflow_tfps.demo.processes import listening, processes
+from airflow_tfps.demo.stack import AirflowStack
+from airflow_tfps.demo.view import View
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
-    from airflow_tfps.demo_hosts import DemoHost
+    from airflow_tfps.demo.hosts import DemoHost
 
 HOSTS = ("gpu-a", "gpu-b", "gpu-c")
 INVENTORY = "gpu_lab"
@@ -150,7 +150,7 @@ class Demo:
         arguments = [argument for name in HOSTS for argument in ("--host", name)]
         with (folder / "log").open("wb") as log:
             self._server = server = subprocess.Popen(
-                [sys.executable, "-m", "airflow_tfps.demo_hosts", "--home", str(folder), *arguments],
+                [sys.executable, "-m", "airflow_tfps.demo.hosts", "--home", str(folder), *arguments],
                 env={**os.environ, HOME_VARIABLE: str(self._home)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -321,7 +321,7 @@ class Interrupts:
 
 
 def parse(argv: Sequence[str] | None) -> Options:
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(prog="python -m airflow_tfps.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--home", type=Path, default=checkout / ".demo", help="emptied first")
     parser.add_argument("--out", type=Path, default=checkout / "result.json")
@@ -379,7 +379,3 @@ def _run(options: Options, view: View, interrupts: Interrupts) -> int:
     if not left:
         view.line("nothing is left: no process, no port, no lock")
     return 1 if left else code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
