@@ -104,6 +104,7 @@ def enter(launch: Launch, parent: int, inherited: Sequence[int] = ()) -> None:
     for fd in (null, log, *inherited):
         if fd > 2:
             os.close(fd)
+    os.makedirs(launch.directory, 0o700, exist_ok=True)  # somebody may have taken a checkpoint directory away
     os.chdir(launch.directory)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -1646,13 +1647,21 @@ def test_a_finished_directory_stays_as_it_is(host, is_fixed):
     assert seen == ([directory] * 3 if is_fixed else [directory, f"{directory}-2", f"{directory}-3"])
 
 
-def test_a_checkpoint_directory_that_vanishes_does_not_spoil_the_success(training):
-    """A script that moves its results away as its last act has still succeeded."""
+def test_a_script_that_takes_its_checkpoint_directory_away_has_succeeded(training):
+    """It moves its results elsewhere as its last act."""
+    directory = training.host.workdir / "ckpt"
+    training.host.script.write_text("import os, shutil\nprint(os.getcwd())\nshutil.rmtree(os.getcwd())\n")
+    training.reserve("worker:0", checkpoint_dir=str(directory)).start().launch()
+    training.wait("worker:0", "SUCCEEDED")
+    assert str(directory) in training.log("worker:0")
+    assert training.stop() == "SUCCEEDED"
+
+
+def test_a_checkpoint_directory_that_is_gone_is_made_again(training):
+    """Somebody cleared it away between the reservation and the start of the chief."""
     directory = training.host.workdir / "ckpt"
     training.reserve("worker:0", checkpoint_dir=str(directory))
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+    shutil.rmtree(directory)
     training.start("steps=1").launch()
     training.wait("worker:0", "SUCCEEDED")
     assert training.stop() == "SUCCEEDED"
