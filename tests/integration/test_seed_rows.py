@@ -64,7 +64,8 @@ def test_s01_threads_and_queues_make_input_while_the_step_runs(stage, tmp_path):
         script = stage.start(SCRIPTS / "queue_input.py", style, directory=tmp_path, compat="tf1")
         assert script.wait() == Exit(code=0), script.log
         ((secs[style],),) = numbers(script.log.splitlines(), re.compile(r"took ([\d.]+) s, loss \d"))
-        assert ("joined 1 threads" in script.log) == (style == "--nofeed")
+        threads = 2 if style == "--nofeed" else 0  # one that fills the queue, one that closes it when asked to stop
+        assert f"joined {threads} threads\n" in script.log
     print(f"30 steps of 0.04 s: {secs['--nofeed']} s with a queue, {secs['--feed']} s feeding")
     assert float(secs["--nofeed"]) < 0.75 * float(secs["--feed"])
 
@@ -199,7 +200,7 @@ def test_s04_a_cluster_in_one_process(stage, tmp_path, digits):
     assert "Hello from one process\n" in alone.log
 
     main = tmp_path / "main.py"
-    main.write_text("import sys\nfrom tfps_runtime import local\nsys.exit(local.main(sys.argv[1:]))\n")
+    main.write_text('import sys\nfrom tfps_runtime import local\nsys.exit(local.main("run", sys.argv[1:]))\n')
     program = DAGS / "programs" / "linear_regression.py"
     harness = stage.start(main, str(program), "--local", "--steps=300", "--seed=1", directory=tmp_path)
     assert harness.wait() == Exit(code=0), harness.log
@@ -247,8 +248,8 @@ def test_s05_ops_of_one_task_run_on_another_of_a_job_with_any_name(tmp_path, her
                 {"cluster": training.handle.cluster, "task": {"type": "local", "index": index}}
             )
         training.stop()
-        states = [r["state"] for r in training.hook.status(training.handle)["here"]["tasks"]]
-        assert states == ["SUCCEEDED", "STOPPED"]
+        states = {r["task"]: r["state"] for r in training.hook.status(training.handle)["here"]["tasks"]}
+        assert states == {"local:0": "SUCCEEDED", "local:1": "STOPPED"}
 
 
 def test_s06_in_graph_one_client_drives_workers_that_only_serve(script_cluster):
@@ -267,7 +268,7 @@ def test_s06_in_graph_one_client_drives_workers_that_only_serve(script_cluster):
     assert abs(float(bias) - 10) < 0.1
     for i in (0, 1):
         assert f"tower_{i}/loss: (Mean): /job:worker/replica:0/task:{i}/device:CPU:0" in log
-    assert "\nweight: (VariableV2): /job:ps/replica:0/task:0/device:CPU:0" in log
+    assert "weight: (VariableV2): /job:ps/replica:0/task:0/device:CPU:0\n" in log
     assert cluster.tasks["ps:0"].exit is cluster.tasks["worker:0"].exit is None
 
 
@@ -309,7 +310,10 @@ def test_s07_asynchronous_mnist_script_survives_its_ps(here, digits):
 
 
 def test_s08_synchronous_mnist_script_ends_with_its_last_step(script_cluster, digits):
-    """The same script with `--issync=1`: as many local steps as global ones on each worker, and no hang at the end."""
+    """The same script with `--issync=1`: a global step for a local one of each worker, and no hang at the end.
+
+    That holds from when both are there: TensorFlow's optimizer lets the first worker take the tokens of the second.
+    """
     args = own_script(digits, steps=200, issync=1)["args"]
     values = {"{inputs.digits}": str(digits), "{steps}": "200"}
     args = [f"{name}={values.get(value, value)}" for name, value in (a.split("=", 1) for a in args)]
@@ -325,8 +329,9 @@ def test_s08_synchronous_mnist_script_ends_with_its_last_step(script_cluster, di
             cluster.tasks[worker].log.splitlines(),
             re.compile(r"After (\d+) training steps \((\d+) global steps\)"),
         )
-        assert len(rows) >= 9
-        assert all(abs(int(local) - int(step)) <= 6 for local, step in rows), rows
+        (local, step), (last_local, last_step) = ((int(a), int(b)) for a, b in (rows[len(rows) // 2], rows[-1]))
+        assert last_local - local >= 60
+        assert abs((last_local - local) - (last_step - step)) <= 4, rows
     result = json.loads((cluster.directory / "result.json").read_text())
     assert 200 <= result["global_step"] <= 202
     assert result["metrics"]["accuracy"] > 0.7
