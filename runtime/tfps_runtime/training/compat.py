@@ -86,7 +86,8 @@ class Supervisor(tf.train.Supervisor):  # type: ignore[misc]  # TensorFlow is un
     """TensorFlow's, with defaults for short trainings, and for synchronous ones.
 
     Stock, a worker that looks for the chief's initialisation too early looks again after 30 s; and a synchronous chief
-    waits 120 s at the end for its queue runner, which is blocked, and then fails.
+    waits 120 s at the end for its queue runner, which is blocked, and then fails. One that closes its session before
+    it stops, as `with supervisor.prepare_or_wait_for_session(…)` does, cancels that thread's step: no failure here.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Supervisor(tf.train.Supervisor):  # type: ignore[misc]  # TensorFlow is un
         super().__init__(
             *args, recovery_wait_secs=recovery_wait_secs, stop_grace_secs=stop_grace_secs, **kwargs
         )
+        ends = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
+        self._coord = tf.train.Coordinator(clean_stop_exception_types=ends)
 
     def stop(
         self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = True
