@@ -24,7 +24,7 @@ def judge(training: dict, params: dict | None = None) -> dict:
 @dag(
     schedule=None,
     params={
-        "steps": Param(3000, type="integer", minimum=1, title="Global steps"),
+        "steps": Param(4000, type="integer", minimum=1, title="Global steps"),
         "mode": Param("async", enum=["async", "sync"], title="Mode"),
         "max_regret": Param(
             0.01,

@@ -42,8 +42,8 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Params) 
     weight = tf.get_variable("weight", [], initializer=tf.zeros_initializer())
     bias = tf.get_variable("bias", [], initializer=tf.zeros_initializer())
     predictions = features * weight + bias
-    tf.summary.scalar("weight", weight)
-    tf.summary.scalar("bias", bias)
+    tf.summary.scalar("line/weight", weight)
+    tf.summary.scalar("line/bias", bias)
     return Model(
         loss=tf.reduce_mean(tf.square(predictions - labels)),
         optimizer=tf.train.GradientDescentOptimizer(params.get("learning_rate", 0.05)),

@@ -102,10 +102,12 @@ def model_fn(features: Tensors, labels: Tensors | None, mode: str, params: Param
             labels["clicked"], predicted, num_thresholds=1000, summation_method="careful_interpolation"
         )
 
+    # Adagrad's own 0.1 would outweigh the gradients of all but the most frequent rows: a row is in few of the clicks.
+    optimizer = tf.train.AdagradOptimizer(params.get("learning_rate", 0.1), initial_accumulator_value=1e-6)
     losses = tf.nn.sigmoid_cross_entropy_with_logits(labels=labels["clicked"], logits=logits)
     return Model(
         loss=tf.reduce_mean(losses),
-        optimizer=tf.train.AdagradOptimizer(params.get("learning_rate", 0.1)),
+        optimizer=optimizer,
         metrics={"auc": auc(probabilities), "optimum_auc": auc(labels["probability"])},
         predictions={"probability": probabilities},
     )

@@ -385,7 +385,7 @@ def test_progress_and_summaries_tell_loss_rates_and_waiting(train, forks):
     assert max(waits) > 0.3  # at least 5 ms of each step are spent waiting for the generator
     assert all(0 <= share <= 1.05 for share in waits)
     tags = forks.call(read_tags, str(training.checkpoints), directory=training.directory)
-    assert {"weight", "bias", "loss", "global_step/sec"} <= set(tags)
+    assert {"line/weight", "line/bias", "loss", "global_step/sec"} <= set(tags)
 
 
 def read_tags(directory: str) -> list[str]:
@@ -432,7 +432,7 @@ def test_a_programs_hooks_run_on_every_replica(train):
     for task in (CHIEF, WORKER):
         assert "session at" in training.tasks[task].log
         assert "hook saw 30" in training.tasks[task].log
-    assert 55 <= training.result.global_step <= 60
+    assert 30 <= training.result.global_step <= 60  # at the chief's 30th step
 
 
 def test_sigterm_is_heard_in_graph_too(train):

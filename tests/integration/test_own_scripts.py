@@ -63,20 +63,20 @@ def test_tensorflow_1_scripts_find_their_layers_and_cells(run):
         net = layers.conv2d(images, 3, [3, 3], weights_regularizer=layers.l2_regularizer(0.5))
         net = layers.max_pool2d(net, 2)
         net = layers.dropout(layers.flatten(net), keep_prob=0.9)
-        net = layers.fully_connected(net, 5, weights_initializer=layers.xavier_initializer(), scope="dense")
+        net = layers.fully_connected(net, 5, weights_initializer=layers.xavier_initializer(), scope="hidden")
         net = tf.layers.dense(net, 4, activation=tf.nn.relu)
         cell = MultiRNNCell([BasicLSTMCell(3), tf.nn.rnn_cell.DropoutWrapper(GRUCell(3), 0.9)])
         outputs, _ = tf.nn.dynamic_rnn(cell, tf.reshape(net, [4, 2, 2]), dtype=tf.float32)
-        penalty = layers.apply_regularization(layers.l1_regularizer(0.1), tf.trainable_variables("dense"))
+        penalty = layers.apply_regularization(layers.l1_regularizer(0.1), tf.trainable_variables("hidden"))
         (kept,) = [l for l in tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES) if "Conv" in l.name]
         loss = tf.reduce_sum(layers.linear(outputs[:, -1], 1)) + penalty + kept
         train = tf.train.AdamOptimizer().minimize(loss, global_step=step)
         strategy = tf.contrib.training.GreedyLoadBalancingStrategy(2, tf.contrib.training.byte_size_load_fn)
-        with tf.device(tf.train.replica_device_setter(ps_tasks=2, ps_strategy=strategy)):
+        with tf.Graph().as_default(), tf.device(tf.train.replica_device_setter(ps_tasks=2, ps_strategy=strategy)):
             sizes = [tf.get_variable(n, [k]) for n, k in (("large", 9), ("small", 2), ("second", 3))]
         print("placed", [v.device for v in sizes])
         with tf.Session() as session:
-            session.run(tf.variables_initializer([v for v in tf.global_variables() if v not in sizes]))
+            session.run(tf.global_variables_initializer())
             weights = session.graph.get_tensor_by_name("Conv/weights:0")
             want = 0.5 * tf.nn.l2_loss(weights)
             print("penalty", abs(session.run(kept - want)) < 1e-6, "step", session.run([train, step])[1])
@@ -87,7 +87,7 @@ def test_tensorflow_1_scripts_find_their_layers_and_cells(run):
     names = re.findall(r"^variable (\S+):0$", script.log, re.MULTILINE)
     rnn = ["gates", "candidate"]
     assert names[:14] == [
-        *("Conv/weights", "Conv/biases", "dense/weights", "dense/biases", "dense/kernel", "dense/bias"),
+        *("Conv/weights", "Conv/biases", "hidden/weights", "hidden/biases", "dense/kernel", "dense/bias"),
         *(f"rnn/multi_rnn_cell/cell_0/basic_lstm_cell/{part}" for part in ("kernel", "bias")),
         *(f"rnn/multi_rnn_cell/cell_1/gru_cell/{gate}/{part}" for gate in rnn for part in ("kernel", "bias")),
         *("fully_connected/weights", "fully_connected/biases"),
