@@ -6,9 +6,14 @@ import time
 from typing import Any
 
 import pytest
-from clusters import CHIEF, DIGITS, PS, WORKER, until
+from clusters import CHIEF, DAGS, DIGITS, PS, WORKER, until
+
+from airflow_tfps.spec import JobSpec
 
 pytestmark = pytest.mark.tensorflow
+
+ENDS_WITHIN = 5.0
+"""Seconds from the last step, after which a report of progress follows, to the end of the chief."""
 
 SHARDS = """
     import time
@@ -95,14 +100,34 @@ def test_an_in_graph_training_survives_its_ps_and_its_chief(train):
     assert training.attempts == {PS: 1, CHIEF: 1, WORKER: 0}
 
 
-def test_digits_are_recognised_in_graph(train, digits):
-    """The bundled digits program reaches 93 % on held-out images with two towers, on job names of the user's own."""
+def test_digits_are_recognised_in_graph_on_job_names_of_ones_own(train, digits):
+    """The bundled digits program reaches 93 % on held-out images with two towers, and ends soon after its last step."""
     training = train(
         DIGITS, roles={"tower": 2}, chief="tower:0", replication="in_graph", steps=200, inputs=digits
     )
     training.start_all()
     assert training.tasks["tower:0"].wait() == 0, training.logs
+    ended = time.time()
+    assert ended - training.progress("tower:0")[-1].time < ENDS_WITHIN
     assert training.result.global_step == 200
+    assert training.result.metrics["accuracy"] >= 0.93
+
+
+def test_the_in_graph_job_of_digits(train, digits):
+    """As its file says: a chief beside two workers that only serve."""
+    job = JobSpec.from_file(DAGS / "jobs" / "digits_in_graph.yaml")
+    job.check_runnable()
+    training = train(
+        job.local_path(job.program),
+        roles={role: spec.count for role, spec in job.roles.items()},
+        chief="chief:0",
+        replication=job.replication,
+        steps=150,
+        hparams=dict(job.hparams),
+        inputs=digits,
+    )
+    training.start_all()
+    assert training.tasks["chief:0"].wait() == 0, training.logs
     assert training.result.metrics["accuracy"] >= 0.93
 
 
