@@ -24,6 +24,7 @@ from tfps_runtime.protocol import (
     Program,
     ReserveRequest,
     StartRequest,
+    SweepRequest,
     Task,
     TaskState,
     TrainingId,
@@ -61,6 +62,8 @@ PARALLEL = 16
 COMMAND_SECS = 60.0
 PROBE_SECS = 3.0
 UPLOAD_SECS = 1800.0
+SWEEP_SECS = 5.0
+"""What an `ensure` may spend on removing what others left."""
 
 
 class ClusterHook(BaseHook):
@@ -178,20 +181,46 @@ class ClusterHook(BaseHook):
         *,
         preload: Sequence[str] = (),
         gpus: Mapping[str, int] | None = None,
+        sweep_secs: float = 0.0,
     ) -> dict[str, dict[str, Any]]:
-        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks."""
+        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks.
+
+        With `sweep_secs` each removes, for about so long, what dead trainings left there; that fails nothing.
+        """
         names = list(self.inventory.names if hosts is None else hosts)
         self.connect(names)
 
         def look(host: str) -> dict[str, Any]:
             wanted = (gpus or {}).get(host, 0)
-            request = {"workdir": self.inventory[host].workdir, "preload": list(preload), "gpus": wanted}
+            workdir = self.inventory[host].workdir
+            request: dict[str, Any] = {"workdir": workdir, "preload": list(preload), "gpus": wanted}
+            if sweep_secs:
+                request["sweep"] = SweepRequest(workdir=workdir, host=host, max_secs=sweep_secs).to_json()
             report = self.call(host, "preflight", request)
+            _log_sweep(host, report.get("swept"))
             if report["faults"]:
                 raise HostNotReadyError(host, "; ".join(map(str, report["faults"])))
             return report
 
         return self.on_each(names, look)
+
+    def sweep(
+        self, hosts: Iterable[str] | None = None, *, max_secs: float = 600.0, **limits: float | bool
+    ) -> dict[str, dict[str, Any]]:
+        """Remove what dead trainings left on hosts, all of the inventory by default; what each answered.
+
+        Nothing of a living training and no checkpoint is touched. Blocks for up to about `max_secs`. `limits` are the
+        other fields of `SweepRequest`.
+        """
+
+        def one(host: str) -> dict[str, Any]:
+            workdir = self.inventory[host].workdir
+            request = SweepRequest.from_json(
+                {"workdir": workdir, "host": host, "max_secs": max_secs, **limits}
+            )
+            return self.call(host, "sweep", request.to_json(), timeout=max_secs + COMMAND_SECS)
+
+        return self.on_each(self.inventory.names if hosts is None else hosts, one)
 
     def ensure(
         self,
@@ -243,7 +272,7 @@ class ClusterHook(BaseHook):
         plan = make_plan(job, self.inventory, chief_host=chief_host)
         gpus = {host: sum(t.gpus for t in plan.on(host)) for host in plan.hosts}
         asked = [n for n, h in self.inventory.hosts.items() if h.gpus is None] if any(gpus.values()) else []
-        reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus)
+        reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus, sweep_secs=SWEEP_SECS)
         for host, report in sorted(reports.items()):
             if report["proxies"]:
                 log.info("%s: leaving out %s for TF tasks", host, ", ".join(report["proxies"]))
@@ -522,6 +551,13 @@ class ClusterHook(BaseHook):
 def _harness(job: JobSpec) -> tuple[str, ...]:
     """What the nursery imports beside `preload`, for a harness program."""
     return ("tfps_runtime.training",) if job.program is not None else ()
+
+
+def _log_sweep(host: str, swept: Any) -> None:
+    if isinstance(swept, dict) and swept.get("count"):
+        log.info("%s: swept %s leftovers, %s bytes", host, swept["count"], swept.get("bytes"))
+    for fault in swept.get("faults", ())[:5] if isinstance(swept, dict) else ():
+        log.warning("%s: not swept: %s", host, fault)
 
 
 def _checkpoint_dir(job: JobSpec, workdir: str, training: TrainingId) -> str:
