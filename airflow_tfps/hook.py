@@ -48,7 +48,7 @@ from airflow_tfps.plan import Plan, make_plan
 from airflow_tfps.secrets import resolve_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from airflow_tfps.spec import JobSpec
     from airflow_tfps.ssh import Transport
@@ -131,6 +131,18 @@ class ClusterHook(BaseHook):
         timeout: float = COMMAND_SECS,
     ) -> dict[str, Any]:
         """Run one command of the runtime on a host, bringing the runtime there first if need be; its last answer."""
+        return self.call_for_all(host, command, request, content=content, timeout=timeout)[-1]
+
+    def call_for_all(
+        self,
+        host: str,
+        command: str,
+        request: Mapping[str, Any],
+        *,
+        content: bytes = b"",
+        timeout: float = COMMAND_SECS,
+    ) -> list[dict[str, Any]]:
+        """As `call`, for commands that answer with several lines; there is at least one."""
         self.connect([host])
         spec, transport = self.inventory[host], self._transports[host]
         stdin = remote.request_line(request) + content
@@ -149,7 +161,22 @@ class ClusterHook(BaseHook):
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
-        return found[-1]
+        return found
+
+    @contextlib.contextmanager
+    def stream(
+        self, host: str, command: str, request: Mapping[str, Any]
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """Run a command that goes on answering; leaving the context ends it. The runtime must be there."""
+        self.connect([host])
+        spec, transport = self.inventory[host], self._transports[host]
+        with transport.stream(remote.argv(spec, command), remote.request_line(request)) as lines:
+            yield (message for line in lines if (message := remote.read_line(host, line)) is not None)
+
+    def host_key(self, host: str) -> str | None:
+        """Fingerprint of the key with which a host proved who it is; None for this machine. Connects."""
+        self.connect([host])
+        return getattr(self._transports[host], "host_key", None)
 
     def _forget(self, host: str, transport: Transport) -> None:
         """Drop a connection that was lost: what comes next, clearing away above all, connects anew."""

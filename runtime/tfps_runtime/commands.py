@@ -37,8 +37,8 @@ from tfps_runtime.protocol import (
     dump,
     load,
 )
-from tfps_runtime.recall import history, recall
-from tfps_runtime.reserve import clear_lock, is_held, locks, read_lock
+from tfps_runtime.recall import asked_for, history, known, recall
+from tfps_runtime.reserve import clear_lock, is_held, living, locks, read_lock
 from tfps_runtime.sweep import sweep
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import note_use, put
@@ -46,6 +46,8 @@ from tfps_runtime.uploads import note_use, put
 ANSWER_SECS = 30.0
 ACKNOWLEDGE_SECS = 2.0
 PROBES_AT_ONCE = 32
+MAX_TRAININGS = 100
+"""How many one answer of `trainings` lists."""
 RESERVE_SECS = 5.0
 """How long a `reserve` looks for the agent that another one is starting."""
 
@@ -273,6 +275,34 @@ def look(paths: Paths) -> dict[str, Any]:
     return found
 
 
+def trainings(request: dict[str, Any]) -> dict[str, Any]:
+    """The trainings of this user that live on `host`, newest first; with `ended`, those as well that left a directory.
+
+    With `key`, only its incarnations. Each as in `status`, with what was asked of it.
+    """
+    host, key = str(request["host"]), request.get("key")
+    records = [(record.workdir, record.training) for _, record in living() if record.host == host]
+    if request.get("ended"):
+        workdir = os.path.expanduser(str(request["workdir"]))
+        records += [(workdir, training) for training in known(workdir, host)]
+    found: dict[str, dict[str, Any]] = {}
+    for workdir, name in records:
+        with contextlib.suppress(ProtocolError):
+            paths = Paths(workdir, TrainingId.parse(name), host)
+            if name not in found and key in (None, paths.training.key):
+                found[name] = {**_look_or_say(paths), **asked_for(paths)}
+    newest = sorted(found.values(), key=lambda one: float(one["changed"] or 0.0), reverse=True)
+    return {"type": "trainings", "host": host, "trainings": newest[:MAX_TRAININGS], "count": len(newest)}
+
+
+def _look_or_say(paths: Paths) -> dict[str, Any]:
+    """As `look`; an agent that does not answer is one with that as its reason."""
+    try:
+        return look(paths)
+    except RefusedError as error:
+        return {**recall(paths), "is_alive": True, "reason": str(error)}
+
+
 def follow(request: dict[str, Any]) -> None:
     """Events after `from_seq`, progress and the logs of `logs`, as they come, until the training has ended here.
 
@@ -476,6 +506,7 @@ COMMANDS: dict[str, Callable[[dict[str, Any]], Optional[dict[str, Any]]]] = {
     "renew": renew,
     "probe": probe,
     "status": status,
+    "trainings": trainings,
     "follow": follow,
     "logs": logs,
     "dump": dump_stacks,

@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,6 +20,9 @@ from tfps_runtime.protocol import RefusedError
 from tfps_runtime.reserve import ensure_run_dir, list_gpus, living
 from tfps_runtime.sweep import sweep
 from tfps_runtime.uploads import note_use
+
+BUILDS = ("cpu", "gpu", "rocm", "intel")
+"""How distributions of TensorFlow are called after their module."""
 
 
 def preflight(request: dict[str, Any]) -> dict[str, Any]:
@@ -67,9 +71,20 @@ def preflight(request: dict[str, Any]) -> dict[str, Any]:
         "gpus": gpus,
         "proxies": sorted(PROXY_VARIABLES & set(os.environ)),
         "trainings": [record.training for _, record in living()],
+        "versions": {str(name): version(str(name)) for name in request.get("versions", [])},
         "swept": swept,
         "faults": faults,
     }
+
+
+def version(module: str) -> Optional[str]:
+    """The version of an installed package by the module's name, without importing it: TensorFlow takes ten seconds."""
+    for name in (module, *(f"{module}-{build}" for build in BUILDS)):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _swept(request: dict[str, Any]) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from tfps_runtime.protocol import (
     load,
     run_dir,
 )
+from tfps_runtime.recall import read_spec
 from tfps_runtime.reserve import Lock, clear_lock, is_held, living
 
 MAX_TOLD = 1000
 """Removed things that an answer lists; it counts all of them."""
-MAX_SPEC = 4 * 1024 * 1024
 DAY_SECS, HOUR_SECS = 86400.0, 3600.0
 
 _AGENT_FILE = re.compile(r"([0-9a-f]{12})\.(lock|sock)\Z")
@@ -368,19 +368,6 @@ class _Sweep:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def read_spec(directory: str) -> dict[str, Any]:
-    """What an agent wrote down about its training. Raises ProtocolError when that cannot be read."""
-    try:
-        fd = os.open(os.path.join(directory, "spec.json"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, encoding="utf-8", errors="replace") as file:
-            found = load(file.read(MAX_SPEC))
-    except OSError as error:
-        raise ProtocolError(str(error)) from None
-    if not isinstance(found, dict):
-        raise ProtocolError("an object is needed")
-    return found
 
 
 def add_uses(uses: Optional[set[str]], directory: str) -> Optional[set[str]]:

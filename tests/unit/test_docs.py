@@ -316,6 +316,7 @@ def ask(command: str, request: dict[str, Any]) -> list[dict[str, Any]]:
         ("probe", {"addresses": {}}),
         ("status", {}),
         ("logs", {"task": "ps:0"}),
+        ("trainings", {}),
         ("stop", {}),
         ("sweep", {"training": None}),
     ],
