@@ -412,8 +412,7 @@ class Agent:
         elif command == "status":
             connection.say(self.status())
         elif command == "dump":
-            for name in self.state.tasks:
-                self._act(core.Dump(name))
+            self._dump()
             connection.say(self.status())
         elif command == "stop":
             grace = message.get("grace_secs")
@@ -424,10 +423,16 @@ class Agent:
             self._follow(connection, message)
         elif "renew" in message:
             self.happen(core.Renew(seconds(message["renew"])))
+        elif "dump" in message:
+            self._dump()
         elif "ack" in message:
             self._acknowledge(message["ack"])
         else:
             raise ProtocolError(f"unknown command {str(command)[:40]!r}")
+
+    def _dump(self) -> None:
+        for name in self.state.tasks:
+            self._act(core.Dump(name))
 
     def _start(self, request: StartRequest, lease_secs: float) -> None:
         if request.training != str(self.training):
