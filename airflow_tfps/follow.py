@@ -206,6 +206,9 @@ async def follow(
     async def pump(follower: HostFollower) -> None:
         try:
             async for message in follower.events():
+                if lease_secs is not None and message.get("stalled") is True and follower.is_caught_up:
+                    # What a TF task waits for is often seen on another host; its own agent has asked there already.
+                    await asyncio.gather(*(f.ask_for_stacks() for f in followers if f is not follower))
                 await queue.put((follower, message))
         except asyncio.CancelledError:
             raise
@@ -224,9 +227,6 @@ async def follow(
             elif isinstance(message, BaseException):
                 raise message
             else:
-                if lease_secs is not None and message.get("stalled") is True and follower.is_caught_up:
-                    # What a TF task waits for is often seen on another host; its own agent has asked there already.
-                    await asyncio.gather(*(f.ask_for_stacks() for f in followers if f is not follower))
                 yield message, follower
     finally:
         for task in tasks:
