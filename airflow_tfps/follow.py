@@ -79,6 +79,12 @@ class HostFollower:
         """TF task -> offset up to which its log was heard."""
         self._stream: Any = None
         self._lost_since: float | None = None
+        self.is_caught_up = False
+        """Whether what it tells now happens now, and is no history."""
+
+    async def ask_for_stacks(self) -> None:
+        """Have every TF task on this host write the stacks of its threads into its log. A lost link is no error."""
+        await self._send({"dump": True})
 
     async def acknowledge(self, task: str, offset: int) -> None:
         """Tell the agent that a log was written down up to `offset`. A lost link is no error."""
@@ -138,7 +144,7 @@ class HostFollower:
             }
             argv = remote.argv(self._spec, "follow")
             async with transport.stream(argv, remote.request_line(request)) as stream:
-                self._stream = stream
+                self._stream, self.is_caught_up = stream, False
                 try:
                     async for message in self._messages(stream):
                         yield message
@@ -169,6 +175,8 @@ class HostFollower:
             seq = message.get("seq")
             if isinstance(seq, int):
                 self._seen = max(self._seen, seq)
+            if message["type"] == Kind.CAUGHT_UP:
+                self.is_caught_up = True
             if message["type"] == Kind.LOG:
                 self._told[str(message["task"])] = int(message["offset"])
             yield {**message, "host": self._host}
@@ -180,6 +188,7 @@ async def follow(
     """The events of all hosts of a training as they come, each with the follower that heard it.
 
     Without `lease_secs` it only watches: no lease is renewed, and no log is read, since each line is told only once.
+    With it, a stall on one host has the TF tasks of all others dump their stacks, too, before the kill.
     Ends when every host has said its last word. Raises what a host's follower raises.
     """
     chief = handle.chief_host
@@ -197,6 +206,9 @@ async def follow(
     async def pump(follower: HostFollower) -> None:
         try:
             async for message in follower.events():
+                if lease_secs is not None and message.get("stalled") is True and follower.is_caught_up:
+                    # What a TF task waits for is often seen on another host; its own agent has asked there already.
+                    await asyncio.gather(*(f.ask_for_stacks() for f in followers if f is not follower))
                 await queue.put((follower, message))
         except asyncio.CancelledError:
             raise

@@ -30,6 +30,7 @@ def get_provider_info() -> dict[str, Any]:
         "operators": [{"integration-name": name, "python-modules": ["airflow_tfps.operators"]}],
         "sensors": [{"integration-name": name, "python-modules": ["airflow_tfps.sensors"]}],
         "hooks": [{"integration-name": name, "python-modules": ["airflow_tfps.hook"]}],
+        "cli": ["airflow_tfps.cli.definition.get_cli_commands"],
         "triggers": [{"integration-name": name, "python-modules": ["airflow_tfps.triggers"]}],
         "connection-types": [
             {

@@ -24,6 +24,7 @@ from tfps_runtime.protocol import (
     Program,
     ReserveRequest,
     StartRequest,
+    SweepRequest,
     Task,
     TaskState,
     TrainingId,
@@ -47,7 +48,7 @@ from airflow_tfps.plan import Plan, make_plan
 from airflow_tfps.secrets import resolve_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from airflow_tfps.spec import JobSpec
     from airflow_tfps.ssh import Transport
@@ -61,6 +62,8 @@ PARALLEL = 16
 COMMAND_SECS = 60.0
 PROBE_SECS = 3.0
 UPLOAD_SECS = 1800.0
+SWEEP_SECS = 5.0
+"""What an `ensure` may spend on removing what others left."""
 
 
 class ClusterHook(BaseHook):
@@ -128,6 +131,18 @@ class ClusterHook(BaseHook):
         timeout: float = COMMAND_SECS,
     ) -> dict[str, Any]:
         """Run one command of the runtime on a host, bringing the runtime there first if need be; its last answer."""
+        return self.call_for_all(host, command, request, content=content, timeout=timeout)[-1]
+
+    def call_for_all(
+        self,
+        host: str,
+        command: str,
+        request: Mapping[str, Any],
+        *,
+        content: bytes = b"",
+        timeout: float = COMMAND_SECS,
+    ) -> list[dict[str, Any]]:
+        """As `call`, for commands that answer with several lines; there is at least one."""
         self.connect([host])
         spec, transport = self.inventory[host], self._transports[host]
         stdin = remote.request_line(request) + content
@@ -146,7 +161,22 @@ class ClusterHook(BaseHook):
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
-        return found[-1]
+        return found
+
+    @contextlib.contextmanager
+    def stream(
+        self, host: str, command: str, request: Mapping[str, Any]
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """Run a command that goes on answering; leaving the context ends it. The runtime must be there."""
+        self.connect([host])
+        spec, transport = self.inventory[host], self._transports[host]
+        with transport.stream(remote.argv(spec, command), remote.request_line(request)) as lines:
+            yield (message for line in lines if (message := remote.read_line(host, line)) is not None)
+
+    def host_key(self, host: str) -> str | None:
+        """Fingerprint of the key with which a host proved who it is; None for this machine. Connects."""
+        self.connect([host])
+        return getattr(self._transports[host], "host_key", None)
 
     def _forget(self, host: str, transport: Transport) -> None:
         """Drop a connection that was lost: what comes next, clearing away above all, connects anew."""
@@ -178,20 +208,46 @@ class ClusterHook(BaseHook):
         *,
         preload: Sequence[str] = (),
         gpus: Mapping[str, int] | None = None,
+        sweep_secs: float = 0.0,
     ) -> dict[str, dict[str, Any]]:
-        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks."""
+        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks.
+
+        With `sweep_secs` each removes, for about so long, what dead trainings left there; that fails nothing.
+        """
         names = list(self.inventory.names if hosts is None else hosts)
         self.connect(names)
 
         def look(host: str) -> dict[str, Any]:
             wanted = (gpus or {}).get(host, 0)
-            request = {"workdir": self.inventory[host].workdir, "preload": list(preload), "gpus": wanted}
+            workdir = self.inventory[host].workdir
+            request: dict[str, Any] = {"workdir": workdir, "preload": list(preload), "gpus": wanted}
+            if sweep_secs:
+                request["sweep"] = SweepRequest(workdir=workdir, host=host, max_secs=sweep_secs).to_json()
             report = self.call(host, "preflight", request)
+            _log_sweep(host, report.get("swept"))
             if report["faults"]:
                 raise HostNotReadyError(host, "; ".join(map(str, report["faults"])))
             return report
 
         return self.on_each(names, look)
+
+    def sweep(
+        self, hosts: Iterable[str] | None = None, *, max_secs: float = 600.0, **limits: float | bool
+    ) -> dict[str, dict[str, Any]]:
+        """Remove what dead trainings left on hosts, all of the inventory by default; what each answered.
+
+        Nothing of a living training and no checkpoint is touched. Blocks for up to about `max_secs`. `limits` are the
+        other fields of `SweepRequest`.
+        """
+
+        def one(host: str) -> dict[str, Any]:
+            workdir = self.inventory[host].workdir
+            request = SweepRequest.from_json(
+                {"workdir": workdir, "host": host, "max_secs": max_secs, **limits}
+            )
+            return self.call(host, "sweep", request.to_json(), timeout=max_secs + COMMAND_SECS)
+
+        return self.on_each(self.inventory.names if hosts is None else hosts, one)
 
     def ensure(
         self,
@@ -243,7 +299,7 @@ class ClusterHook(BaseHook):
         plan = make_plan(job, self.inventory, chief_host=chief_host)
         gpus = {host: sum(t.gpus for t in plan.on(host)) for host in plan.hosts}
         asked = [n for n, h in self.inventory.hosts.items() if h.gpus is None] if any(gpus.values()) else []
-        reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus)
+        reports = self.preflight({*plan.hosts, *asked}, preload=job.preload, gpus=gpus, sweep_secs=SWEEP_SECS)
         for host, report in sorted(reports.items()):
             if report["proxies"]:
                 log.info("%s: leaving out %s for TF tasks", host, ", ".join(report["proxies"]))
@@ -522,6 +578,13 @@ class ClusterHook(BaseHook):
 def _harness(job: JobSpec) -> tuple[str, ...]:
     """What the nursery imports beside `preload`, for a harness program."""
     return ("tfps_runtime.training",) if job.program is not None else ()
+
+
+def _log_sweep(host: str, swept: Any) -> None:
+    if isinstance(swept, dict) and swept.get("count"):
+        log.info("%s: swept %s leftovers, %s bytes", host, swept["count"], swept.get("bytes"))
+    for fault in swept.get("faults", ())[:5] if isinstance(swept, dict) else ():
+        log.warning("%s: not swept: %s", host, fault)
 
 
 def _checkpoint_dir(job: JobSpec, workdir: str, training: TrainingId) -> str:

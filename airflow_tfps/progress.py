@@ -56,7 +56,7 @@ class Board:
         row = self._tasks.get(str(message["task"]))
         if row is None:
             return
-        if message["state"] != row["state"]:
+        if message["state"] != row["state"] or message.get("stalled"):
             why = f" ({message['reason']})" if message.get("reason") else ""
             yield f"{row['task']}@{row['host']} {message['state']}{why}"
         row["state"] = message["state"]

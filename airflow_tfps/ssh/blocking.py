@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from airflow_tfps.ssh import Completed
 from airflow_tfps.ssh.handshake import FAILURES, Connection, open_connection
-from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings
+from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings, fingerprint
 from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, lost, no_answer, quote, signal_number, unread
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class SshTransport:
         self._host = host
         self._connection = connection
         self._line = line
+        key = connection.get_remote_server_key()
+        self.host_key = fingerprint(f"{key.get_name()} {key.get_base64()}")
+        """Fingerprint of the key that the host showed, which is a trusted one."""
 
     def run(self, argv: Sequence[str], stdin: bytes = b"", *, timeout: float | None = None) -> Completed:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -22,7 +22,8 @@ from tfps_runtime import core
 from tfps_runtime.assignment import assign, working_directory
 from tfps_runtime.followers import Connection, Followers, integer, seconds
 from tfps_runtime.launch import PR_SET_CHILD_SUBREAPER, prctl
-from tfps_runtime.processes import Processes
+from tfps_runtime.orphans import TRAINING_VARIABLE
+from tfps_runtime.processes import Processes, runtime_location
 from tfps_runtime.protocol import (
     VERSION,
     Exit,
@@ -68,7 +69,6 @@ class Agent:
         self.training = TrainingId.parse(request.training)
         self.paths = Paths(os.path.expanduser(request.workdir), self.training, request.host)
         ensure_run_dir()
-        os.makedirs(self.paths.directory, mode=0o700, exist_ok=True)
         self.lock = Lock.acquire(
             self.paths.lock, LockRecord(str(self.training), request.host, self.paths.workdir, os.getpid())
         )
@@ -83,6 +83,7 @@ class Agent:
                 directory = own_checkpoint_dir(
                     os.path.expanduser(directory), self.paths, is_fixed=request.checkpoint_dir_is_fixed
                 )
+            os.makedirs(self.paths.directory, mode=0o700, exist_ok=True)
         except BaseException:
             self.release()
             raise
@@ -94,10 +95,9 @@ class Agent:
             workdir=self.paths.workdir,
             checkpoint_dir=directory,
         )
+        self._write_spec()
         for task in request.tasks:
             os.makedirs(self.paths.task_dir(task.name), mode=0o700, exist_ok=True)
-        record = {"version": VERSION, "request": request.to_json(), "reservation": self.reservation.to_json()}
-        write_file(self.paths.spec, dump(record) + "\n")
 
         self.state = core.AgentState(
             tasks={t.task: core.TaskView(spec=t) for t in request.tasks},
@@ -127,13 +127,23 @@ class Agent:
         self._watch_signals()
         self.processes = Processes(
             request.preload,
-            request.env,
+            {**request.env, TRAINING_VARIABLE: request.training},
             warm=any(t.warm for t in request.tasks) and bool(request.preload),
             output=self.output,
         )
         self._channel: Optional[socket.socket] = None
 
     # --- set-up and end
+
+    def _write_spec(self, *uses: str) -> None:
+        """Write down what was asked and granted, and what a sweep must leave: the runtime and `uses`."""
+        record = {
+            "version": VERSION,
+            "request": self.request.to_json(),
+            "reservation": self.reservation.to_json(),
+            "uses": sorted({runtime_location(), *uses}),
+        }
+        write_file(self.paths.spec, dump(record) + "\n")
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -402,8 +412,7 @@ class Agent:
         elif command == "status":
             connection.say(self.status())
         elif command == "dump":
-            for name in self.state.tasks:
-                self._act(core.Dump(name))
+            self._dump()
             connection.say(self.status())
         elif command == "stop":
             grace = message.get("grace_secs")
@@ -414,10 +423,16 @@ class Agent:
             self._follow(connection, message)
         elif "renew" in message:
             self.happen(core.Renew(seconds(message["renew"])))
+        elif "dump" in message:
+            self._dump()
         elif "ack" in message:
             self._acknowledge(message["ack"])
         else:
             raise ProtocolError(f"unknown command {str(command)[:40]!r}")
+
+    def _dump(self) -> None:
+        for name in self.state.tasks:
+            self._act(core.Dump(name))
 
     def _start(self, request: StartRequest, lease_secs: float) -> None:
         if request.training != str(self.training):
@@ -433,6 +448,9 @@ class Agent:
                 raise RefusedError("bad_request", f"progress: {error}") from None
             self._scanners = {n: LogScanner(pattern, log, self.progress[n]) for n, log in self.logs.items()}
         self.start_request = request
+        paths = (program.module, program.script, *request.inputs.values())
+        with contextlib.suppress(OSError):  # on a full disk they are merely swept when they are old
+            self._write_spec(*(path for path in paths if path))
         self.happen(
             core.Start(
                 exits_are_retryable=program.module is None,

@@ -7,22 +7,20 @@ and acts on no other. All are idempotent.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import platform
 import select
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from tfps_runtime.agent import is_listening
 from tfps_runtime.checkpoint import watch
 from tfps_runtime.followers import integer
-from tfps_runtime.launch import PROXY_VARIABLES
+from tfps_runtime.orphans import end_orphan, orphans
+from tfps_runtime.preflight import preflight
 from tfps_runtime.processes import runtime_argv, runtime_location
 from tfps_runtime.protocol import (
     MAX_LINE,
@@ -38,16 +36,20 @@ from tfps_runtime.protocol import (
     TrainingState,
     dump,
     load,
-    run_dir,
 )
-from tfps_runtime.recall import history, recall
-from tfps_runtime.reserve import clear_lock, ensure_run_dir, is_held, list_gpus, living, locks, read_lock
+from tfps_runtime.recall import asked_for, history, known, recall
+from tfps_runtime.reserve import clear_lock, is_held, living, locks, read_lock
+from tfps_runtime.sweep import sweep
 from tfps_runtime.tails import Acknowledged, LogFile
-from tfps_runtime.uploads import put
+from tfps_runtime.uploads import note_use, put
 
 ANSWER_SECS = 30.0
 ACKNOWLEDGE_SECS = 2.0
 PROBES_AT_ONCE = 32
+MAX_TRAININGS = 100
+"""How many one answer of `trainings` lists."""
+RESERVE_SECS = 5.0
+"""How long a `reserve` looks for the agent that another one is starting."""
 
 
 def say(message: dict[str, Any]) -> None:
@@ -123,63 +125,37 @@ def ask(paths: Paths, request: dict[str, Any]) -> dict[str, Any]:
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
-def preflight(request: dict[str, Any]) -> None:
-    """What the host has, and what it lacks, before anything is reserved; touches nothing but its own folders."""
-    workdir = os.path.expanduser(str(request.get("workdir", "~/.tfps")))
-    faults = []
-    try:
-        os.makedirs(workdir, mode=0o700, exist_ok=True)
-        if not os.access(workdir, os.W_OK | os.X_OK):
-            faults.append(f"workdir {workdir} is not writable")
-        free = shutil.disk_usage(workdir).free
-    except OSError as error:
-        faults.append(f"workdir {workdir}: {error.strerror}")
-        free = None
-    try:
-        ensure_run_dir()
-    except (OSError, RefusedError) as error:
-        faults.append(str(error))
-    for name in request.get("preload", []):
-        try:
-            is_there = importlib.util.find_spec(str(name)) is not None
-        except (ImportError, ValueError):
-            is_there = False
-        if not is_there:
-            faults.append(
-                f"{sys.executable} has no module {name}; install it there, or name another `python`"
-            )
-    gpus: Optional[list[Any]] = None
-    try:
-        gpus = [{"bus": g.bus, "used_mib": g.used_mib} for g in list_gpus()]
-    except RefusedError as error:
-        if request.get("gpus"):
-            faults.append(str(error))
-    say(
-        {
-            "type": "preflight",
-            "python": platform.python_version(),
-            "machine": platform.node(),
-            "uid": os.getuid(),
-            "cpus": os.cpu_count(),
-            "disk_free": free,
-            "time": time.time(),
-            "gpus": gpus,
-            "proxies": sorted(PROXY_VARIABLES & set(os.environ)),
-            "trainings": [record.training for _, record in living()],
-            "faults": faults,
-        }
-    )
-
-
 def reserve(request: dict[str, Any]) -> None:
     """Start the training's agent, or find it alive; answers with its `Reservation`."""
     wanted = ReserveRequest.from_json(request)
     paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
-    with contextlib.suppress(RefusedError):
-        say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
-        return
+    until = time.monotonic() + RESERVE_SECS
+    while True:
+        try:
+            say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
+        except RefusedError:
+            if (
+                is_held(paths.lock) and time.monotonic() < until
+            ):  # another `reserve` of the same training was faster
+                time.sleep(0.05)
+                continue
+        else:
+            return
+        try:
+            say(_start_agent(wanted).to_json())
+        except RefusedError as error:
+            if error.code != "alive" or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _start_agent(wanted: ReserveRequest) -> Reservation:
+    """Start an agent; what it holds. Raises RefusedError with what it said instead."""
     env = dict(os.environ)
     location = runtime_location()
+    note_use(location)
     if os.path.isdir(location):
         env["PYTHONPATH"] = os.pathsep.join(p for p in (location, env.get("PYTHONPATH")) if p)
     process = subprocess.Popen(
@@ -202,14 +178,8 @@ def reserve(request: dict[str, Any]) -> None:
         raise RefusedError("internal", f"the agent did not start: {message[-2000:]}")
     answer = load(line)
     if answer.get("type") == Kind.ERROR:
-        if answer["code"] == "alive":  # another `reserve` of the same training was faster
-            for _ in range(100):
-                with contextlib.suppress(RefusedError):
-                    say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
-                    return
-                time.sleep(0.05)
         raise RefusedError(answer["code"], answer["message"], transient=bool(answer.get("transient")))
-    say(Reservation.from_json(answer).to_json())
+    return Reservation.from_json(answer)
 
 
 def start(request: dict[str, Any]) -> None:
@@ -303,6 +273,34 @@ def look(paths: Paths) -> dict[str, Any]:
         recalled = recall(paths)
         found.update(reason=recalled["reason"], result=recalled["result"])
     return found
+
+
+def trainings(request: dict[str, Any]) -> dict[str, Any]:
+    """The trainings of this user that live on `host`, newest first; with `ended`, those as well that left a directory.
+
+    With `key`, only its incarnations. Each as in `status`, with what was asked of it.
+    """
+    host, key = str(request["host"]), request.get("key")
+    records = [(record.workdir, record.training) for _, record in living() if record.host == host]
+    if request.get("ended"):
+        workdir = os.path.expanduser(str(request["workdir"]))
+        records += [(workdir, training) for training in known(workdir, host)]
+    found: dict[str, dict[str, Any]] = {}
+    for workdir, name in records:
+        with contextlib.suppress(ProtocolError):
+            paths = Paths(workdir, TrainingId.parse(name), host)
+            if name not in found and key in (None, paths.training.key):
+                found[name] = {**_look_or_say(paths), **asked_for(paths)}
+    newest = sorted(found.values(), key=lambda one: float(one["changed"] or 0.0), reverse=True)
+    return {"type": "trainings", "host": host, "trainings": newest[:MAX_TRAININGS], "count": len(newest)}
+
+
+def _look_or_say(paths: Paths) -> dict[str, Any]:
+    """As `look`; an agent that does not answer is one with that as its reason."""
+    try:
+        return look(paths)
+    except RefusedError as error:
+        return {**recall(paths), "is_alive": True, "reason": str(error)}
 
 
 def follow(request: dict[str, Any]) -> None:
@@ -443,7 +441,10 @@ def stop(request: dict[str, Any]) -> None:
 def _stop(paths: Paths, request: dict[str, Any]) -> str:
     sock = reach(paths)
     if sock is None and not is_held(paths.lock):
-        clear_lock(paths)
+        if os.path.exists(paths.lock):
+            clear_lock(paths.lock)
+        for pid in orphans(str(paths.training)):
+            end_orphan(pid)
         return str(recall(paths)["state"])
     if sock is not None:
         with sock:
@@ -493,25 +494,11 @@ def checkpoints(request: dict[str, Any]) -> None:
             break
 
 
-def sweep(_request: dict[str, Any]) -> None:
-    """Remove locks and sockets of dead agents of this user; nothing of a living one, no checkpoint, no log."""
-    removed = []
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(run_dir()):
-            path = os.path.join(run_dir(), name)
-            lock = path[: path.rfind(".")] + ".lock"
-            if name.endswith((".lock", ".sock")) and not name.startswith("gpu-") and not is_held(lock):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                    removed.append(path)
-    say({"type": "swept", "removed": removed})
-
-
 def _only(request: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: request[name] for name in names if request.get(name) is not None}
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[[dict[str, Any]], Optional[dict[str, Any]]]] = {
     "preflight": preflight,
     "reserve": reserve,
     "start": start,
@@ -519,6 +506,7 @@ COMMANDS = {
     "renew": renew,
     "probe": probe,
     "status": status,
+    "trainings": trainings,
     "follow": follow,
     "logs": logs,
     "dump": dump_stacks,
@@ -538,7 +526,9 @@ def main(name: str) -> int:
         if name == "put":
             say(put(request, sys.stdin.buffer))
         else:
-            COMMANDS[name](request)
+            answer = COMMANDS[name](request)
+            if answer is not None:
+                say(answer)
     except RefusedError as error:
         say(error.to_json())
         return 1

@@ -72,6 +72,8 @@ class AgentState:
     """Of a script or command, whose exit codes nobody defined; a harness program says 75 for "try again"."""
     has_progress: bool = True
     chief_is_here: bool = False
+    dumped: float = float("-inf")
+    """When the TF tasks here were last asked for their stacks because of a stall."""
     ps_until: Optional[float] = None
     """While the training ends: ps stay until then, because a chief on another host may still be saving."""
 
@@ -489,10 +491,18 @@ class _Draft:
                     "state": view.state.value,
                     "attempt": view.attempt,
                     "reason": f"no progress for {self.state.stall_secs:.0f} s: stacks dumped, killed next",
+                    "stalled": True,
                 }
             )
-            self.actions.append(Dump(name))
             self.put(name, due=self.now + DUMP_SECS)
+            self.dump_all()
+
+    def dump_all(self) -> None:
+        """Ask every TF task here for its stacks: what one waits for is often seen in another. Once for each stall."""
+        if self.now < self.state.dumped + DUMP_SECS:
+            return
+        self.change(dumped=self.now)
+        self.actions.extend(Dump(name) for name, view in self.state.tasks.items() if view.state.is_alive)
 
     def settle(self) -> None:
         """What follows from where the tasks are now."""

@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 from tfps_runtime.launch import LAUNCH_VARIABLE, Launch, clean_environment, enter, without_environment
 from tfps_runtime.nursery import MAX_MESSAGE
+from tfps_runtime.orphans import AGENT_VARIABLE, agent_mark, start_time
 from tfps_runtime.protocol import Exit
 
 MAX_NURSERIES = 5
@@ -37,15 +38,6 @@ def runtime_argv(*arguments: str) -> list[str]:
     if os.path.isdir(location):
         return [sys.executable, "-u", "-m", "tfps_runtime", *arguments]
     return [sys.executable, "-u", location, *arguments]
-
-
-def start_time(pid: int) -> Optional[int]:
-    """When the process started (clock ticks since boot); with its pid it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 def children_of(parent: int) -> list[int]:
@@ -80,6 +72,7 @@ class Processes:
         self._env = clean_environment(env)
         location = runtime_location()
         self._env["PYTHONPATH"] = os.pathsep.join(p for p in (location, self._env.get("PYTHONPATH")) if p)
+        self._env[AGENT_VARIABLE] = agent_mark(os.getpid())
         self._nursery: Optional[subprocess.Popen[bytes]] = None
         self.channel: Optional[socket.socket] = None
         self._is_ready = False
@@ -125,7 +118,7 @@ class Processes:
             self._queue.append((launch.task, message))
             self._feed()
             return None
-        env = {**self._env, **launch.env}
+        env = {**self._env, **launch.env, AGENT_VARIABLE: self._env[AGENT_VARIABLE]}
         if argv is None:
             argv = runtime_argv("task")
             env[LAUNCH_VARIABLE] = without_environment(launch)

@@ -365,6 +365,30 @@ class StartRequest(Message):
     """Reach the TF tasks' environment and nothing else: never a file, an event or a log."""
 
 
+TRAINING_DAYS = 14.0
+"""How long the events and logs of a training that is over are kept, after the last of them was written."""
+UNUSED_DAYS = 14.0
+"""How long a program, an input or a runtime is kept after it was last asked for."""
+UPLOAD_HOURS = 6.0
+"""An upload that has not grown for so long has broken off."""
+SWEEP_SECS = 30.0
+"""How long a sweep takes at most, about; what it did not get to is the next one's."""
+
+
+@dataclass(frozen=True)
+class SweepRequest(Message):
+    """Remove what dead trainings left. Without `workdir` and `host`, only what is not below a workdir."""
+
+    workdir: Optional[str] = None
+    host: Optional[str] = None
+    training_days: float = TRAINING_DAYS
+    unused_days: float = UNUSED_DAYS
+    upload_hours: float = UPLOAD_HOURS
+    max_secs: float = SWEEP_SECS
+    dry_run: bool = False
+    """Only say what would be removed."""
+
+
 @dataclass(frozen=True)
 class LockRecord(Message):
     """What stands in an agent's lock file."""

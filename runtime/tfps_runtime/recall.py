@@ -10,7 +10,15 @@ import os
 from typing import Any, Optional
 
 from tfps_runtime.followers import integer
-from tfps_runtime.protocol import Kind, Paths, ProtocolError, TaskState, TrainingState, load
+from tfps_runtime.protocol import (
+    MAX_LINE,
+    Kind,
+    Paths,
+    ProtocolError,
+    TaskState,
+    TrainingState,
+    load,
+)
 
 
 def recall(paths: Paths) -> dict[str, Any]:
@@ -44,6 +52,44 @@ def recall(paths: Paths) -> dict[str, Any]:
         "seq": len(events),
         "tasks": list(tasks.values()),
     }
+
+
+def read_spec(directory: str) -> dict[str, Any]:
+    """What an agent wrote down in a training's directory (`spec.json`). Raises ProtocolError when it cannot be read."""
+    try:
+        fd = os.open(os.path.join(directory, "spec.json"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, encoding="utf-8", errors="replace") as file:
+            found = load(file.read(MAX_LINE))
+    except OSError as error:
+        raise ProtocolError(str(error)) from None
+    if not isinstance(found, dict):
+        raise ProtocolError("an object is needed")
+    return found
+
+
+def known(workdir: str, host: str) -> list[str]:
+    """Ids of the trainings that left a directory of this host in a workdir."""
+    root = os.path.join(workdir, "trainings")
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(root):
+            with contextlib.suppress(ProtocolError, KeyError, TypeError):
+                found.append(str(read_spec(os.path.join(root, name, host))["request"]["training"]))
+    return found
+
+
+def asked_for(paths: Paths) -> dict[str, Any]:
+    """What was asked of a training on this host: its chief if that is here, where it saves, its grace time."""
+    found: dict[str, Any] = {"chief": None, "checkpoint_dir": None, "grace_secs": None, "changed": None}
+    with contextlib.suppress(OSError):
+        found["changed"] = os.stat(paths.events).st_mtime
+    with contextlib.suppress(ProtocolError, KeyError, TypeError):
+        spec = read_spec(paths.directory)
+        wanted = spec["request"]
+        found["chief"] = next((task["task"] for task in wanted["tasks"] if task["is_chief"]), None)
+        found["grace_secs"] = wanted["grace_secs"]
+        found["checkpoint_dir"] = spec["reservation"]["checkpoint_dir"]
+    return found
 
 
 def history(paths: Paths, since: int = 0) -> list[dict[str, Any]]:

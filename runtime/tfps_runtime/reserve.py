@@ -70,20 +70,25 @@ class Lock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, path: str, record: LockRecord) -> Lock:
-        """Take the lock without waiting. Raises RefusedError(`alive`) while another process holds it."""
+    def acquire(cls, path: str, record: Optional[LockRecord]) -> Lock:
+        """Take the lock without waiting. Raises RefusedError(`alive`) while another process holds it.
+
+        Without a `record` the file goes on saying what it said: for who only clears away.
+        """
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
             except BlockingIOError:
                 os.close(fd)
-                raise RefusedError("alive", f"an agent of {record.training} lives on this host") from None
+                whose = "this training" if record is None else record.training
+                raise RefusedError("alive", f"an agent of {whose} lives on this host") from None
             # The former holder removes the file before it lets go: what was locked may no longer be at the path.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                    os.ftruncate(fd, 0)
-                    os.write(fd, record.dumps().encode())
+                    if record is not None:
+                        os.ftruncate(fd, 0)
+                        os.write(fd, record.dumps().encode())
                     return cls(path, fd)
             os.close(fd)
 
@@ -134,16 +139,19 @@ def living() -> Iterator[tuple[str, LockRecord]]:
     return ((path, record) for path, record in locks() if is_held(path))
 
 
-def clear_lock(paths: Paths) -> None:
-    """Remove the lock and the socket of an agent that was killed; nothing while one lives."""
-    if not os.path.exists(paths.lock):
-        return
-    record = LockRecord(str(paths.training), paths.host, paths.workdir, os.getpid())
-    with contextlib.suppress(RefusedError):
-        lock = Lock.acquire(paths.lock, record)  # so that no new agent of the training comes in between
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(paths.socket)
-        lock.release()
+def clear_lock(lock: str) -> bool:
+    """Remove the lock file of an agent that was killed, and its socket; False, and nothing, while one lives.
+
+    Under the lock, so that no new agent of the training comes in between and loses its socket.
+    """
+    try:
+        held = Lock.acquire(lock, None)
+    except RefusedError:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(lock[: -len(".lock")] + ".sock")
+    held.release()
+    return True
 
 
 # --- ports ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Standard library only. What arrives is checked against its hash; an archive may 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
         raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
     target = blob_path(workdir, expected, name)
     if request.get("only_ask"):
+        note_use(os.path.dirname(target))
         return {"type": "blob", "path": target, "is_there": os.path.exists(target)}
     os.makedirs(os.path.join(workdir, "blobs"), mode=0o700, exist_ok=True)
     folder = os.path.dirname(target)
@@ -59,6 +61,12 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
     return {"type": "blob", "path": target, "is_there": True}
 
 
+def note_use(path: str) -> None:
+    """Let a program, an input or a runtime count as used now: what was not for long is swept. Absent is no error."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def _move(temporary: str, folder: str, name: str) -> None:
     """Put what has arrived in its place. Somebody else may have done so; another name may have the same content."""
     try:
@@ -67,6 +75,7 @@ def _move(temporary: str, folder: str, name: str) -> None:
         target = os.path.join(folder, name)
         if not os.path.exists(target):
             os.rename(os.path.join(temporary, name), target)
+        note_use(folder)
 
 
 def _unpack(archive: str, target: str) -> None:

@@ -1573,7 +1573,7 @@ def test_sweeping_takes_what_is_dead_and_leaves_what_lives(host):
     living, dead = host.training().reserve("ps:0"), host.training().reserve("ps:0")
     os.kill(dead.agent, signal.SIGKILL)
     wait_until(lambda: not is_held(dead.paths.lock), "it is dead")
-    removed = host.ask("sweep", {})["removed"]
+    removed = [found["name"] for found in host.ask("sweep", {})["removed"]]
     assert {dead.paths.lock, dead.paths.socket} <= set(removed)
     assert not {living.paths.lock, living.paths.socket} & set(removed)
     assert living.status()["is_alive"]

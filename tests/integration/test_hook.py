@@ -603,3 +603,35 @@ def test_the_connection_form_says_what_is_wrong(lab):
         is_good, text = hook.test_connection()
     assert not is_good
     assert "/no/python" in text
+
+
+# --- sweeping -----------------------------------------------------------------------------------------------------
+
+
+def test_ensure_begins_with_a_sweep(lab, hook, caplog):
+    """What dead trainings left on its hosts goes before anything is brought, and the log says so."""
+    caplog.set_level(logging.INFO, "airflow_tfps")
+    home = Path(lab.hosts["hook-a"].home)
+    old = home / ".tfps" / "trainings" / "gone-0123456789ab" / "hook-a"
+    old.mkdir(parents=True)
+    (old / "events.jsonl").write_text("x" * 100)
+    for path in (old / "events.jsonl", old):
+        os.utime(path, (1, 1))
+    handle = hook.ensure(lab.job(), lab.training(), wait=False)
+    assert not old.parent.exists()
+    assert any("hook-a: swept " in record.getMessage() for record in caplog.records)
+    hook.stop(handle, "the test is over", grace_secs=0)
+
+
+def test_sweeping_all_hosts(lab, hook):
+    """Each host of the inventory answers for itself; a dry run removes nothing."""
+    part = Path(lab.hosts["hook-b"].home) / ".tfps" / "bin" / "tmpx.tmp"
+    hook.preflight()
+    part.write_text("half a runtime")
+    os.utime(part, (1, 1))
+    told = hook.sweep(dry_run=True)
+    assert [found["name"] for found in told["hook-b"]["removed"] if found["what"] == "upload"] == [str(part)]
+    assert part.exists()
+    assert hook.sweep(["hook-a"]).keys() == {"hook-a"}
+    assert hook.sweep()["hook-b"]["bytes"] >= 14
+    assert not part.exists()
