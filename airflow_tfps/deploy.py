@@ -28,6 +28,7 @@ HASH_DIGITS = 16
 
 INSTALL = """
 import os, sys, tempfile
+os.umask(0o077)
 path = os.path.expanduser(sys.argv[1])
 content = sys.stdin.buffer.read()
 if len(content) != int(sys.argv[2]):

@@ -30,7 +30,7 @@ from tfps_runtime.protocol import (
     key_directory,
 )
 
-from airflow_tfps import deploy, remote
+from airflow_tfps import deploy, forms, remote
 from airflow_tfps.errors import (
     BusyError,
     CommandError,
@@ -146,6 +146,7 @@ class ClusterHook(BaseHook):
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
+        forms.check_answer(host, command, request, found[-1])
         return found[-1]
 
     def _forget(self, host: str, transport: Transport) -> None:
@@ -179,16 +180,33 @@ class ClusterHook(BaseHook):
         preload: Sequence[str] = (),
         gpus: Mapping[str, int] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks."""
+        """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks.
+
+        Warns in the log of an address that the whole internet reaches.
+        """
         names = list(self.inventory.names if hosts is None else hosts)
         self.connect(names)
 
         def look(host: str) -> dict[str, Any]:
-            wanted = (gpus or {}).get(host, 0)
-            request = {"workdir": self.inventory[host].workdir, "preload": list(preload), "gpus": wanted}
+            spec = self.inventory[host]
+            request = {
+                "workdir": spec.workdir,
+                "address": spec.address,
+                "preload": list(preload),
+                "gpus": (gpus or {}).get(host, 0),
+            }
             report = self.call(host, "preflight", request)
             if report["faults"]:
-                raise HostNotReadyError(host, "; ".join(map(str, report["faults"])))
+                raise HostNotReadyError(host, "; ".join(report["faults"]))
+            if report.get("public"):
+                log.warning(
+                    "%s: its address %s is public (%s): whoever reaches ports %d-%d there can run code, since "
+                    "TensorFlow's gRPC asks for no password; let in the other hosts only",
+                    host,
+                    spec.address,
+                    ", ".join(report["public"][:5])[:200],
+                    *spec.ports,
+                )
             return report
 
         return self.on_each(names, look)
@@ -286,8 +304,8 @@ class ClusterHook(BaseHook):
             return job
         host = plan.chief.host
         request = {"directory": reservations[host]["checkpoint_dir"], "newest": True}
-        newest = self.call(host, "checkpoints", request).get("checkpoint")
-        there = 0 if newest is None else int(newest["global_step"])
+        newest = forms.checkpoint_of(host, self.call(host, "checkpoints", request))
+        there = 0 if newest is None else newest.global_step
         log.info("%s: %d steps more than the %d of the newest checkpoint", job.name, int(job.steps), there)
         return job.override(steps=there + int(job.steps))
 
@@ -341,7 +359,8 @@ class ClusterHook(BaseHook):
         if not answer["is_there"]:
             log.info("%s: uploading %s (%d bytes)", host, blob.name, blob.size)
             answer = self.call(host, "put", request, content=blob.content(), timeout=UPLOAD_SECS)
-        return posixpath.join(str(answer["path"]), blob.entry) if blob.entry else str(answer["path"])
+        path: str = answer["path"]
+        return posixpath.join(path, blob.entry) if blob.entry else path
 
     def _start(
         self,
@@ -451,7 +470,7 @@ class ClusterHook(BaseHook):
         """The last lines of a TF task's log."""
         host = handle.of(task).host
         answer = self.call(host, "logs", {**handle.request(host), "task": str(task), "lines": lines})
-        return [str(line) for line in answer["lines"]]
+        return list(answer["lines"])
 
     # --- ending -------------------------------------------------------------------------------------------------
 
@@ -469,7 +488,7 @@ class ClusterHook(BaseHook):
             request = {**handle.request(host), "reason": reason, "grace_secs": grace_secs}
             try:
                 answer = self.call(host, "stop", request, timeout=2 * grace + COMMAND_SECS)
-                states[host] = answer["stopped"][str(handle.training)]
+                states[host] = answer["stopped"].get(str(handle.training), "UNKNOWN")
             except TfpsError as error:
                 errors.append(error)
 
@@ -490,7 +509,7 @@ class ClusterHook(BaseHook):
             request = {"key": key, "host": host, "reason": reason, "grace_secs": grace_secs}
             try:
                 answer = self.call(host, "stop", request, timeout=2 * grace_secs + COMMAND_SECS)
-                found[host] = {str(k): str(v) for k, v in answer["stopped"].items()}
+                found[host] = answer["stopped"]
             except TfpsError as error:
                 errors.append(error)
 
@@ -551,9 +570,11 @@ def check_probes(handle: Handle, probes: Mapping[str, Mapping[str, Any]]) -> Non
     if failed:
         raise NotReadyError("\n".join(failed))
     missing = []
+    labels = {str(placed.task): placed.label for placed in handle.tasks}
     for host, found in sorted(probes.items()):
         for task, why in sorted(found.get("missing", {}).items()):
-            missing.append(f"{handle.of(Task.parse(task)).label} cannot be reached from {host}: {why}")
+            label = labels.get(task, task[:80])
+            missing.append(f"{label} cannot be reached from {host}: {why}")
     if missing:
         raise NotReadyError("the cluster is not ready:\n  " + "\n  ".join(missing))
 

@@ -36,12 +36,22 @@ from tfps_runtime.protocol import (
     TaskState,
     TrainingId,
     TrainingState,
+    check_place,
     dump,
     load,
     run_dir,
 )
 from tfps_runtime.recall import history, recall
-from tfps_runtime.reserve import clear_lock, ensure_run_dir, is_held, list_gpus, living, locks, read_lock
+from tfps_runtime.reserve import (
+    check_run_dir,
+    clear_lock,
+    ensure_run_dir,
+    is_held,
+    list_gpus,
+    living,
+    locks,
+    read_lock,
+)
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import put
 
@@ -60,7 +70,7 @@ def paths_of(request: dict[str, Any]) -> Paths:
     """The paths of the training that a request names. Raises ProtocolError."""
     try:
         training, host = TrainingId.parse(request["training"]), str(request["host"])
-        return Paths(os.path.expanduser(str(request["workdir"])), training, host)
+        return Paths(check_place(host, str(request["workdir"])), training, host)
     except (KeyError, AttributeError) as error:
         raise ProtocolError(f"the request lacks {error}") from None
 
@@ -124,13 +134,21 @@ def ask(paths: Paths, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def preflight(request: dict[str, Any]) -> None:
-    """What the host has, and what it lacks, before anything is reserved; touches nothing but its own folders."""
+    """What the host has, and what it lacks, before anything is reserved; touches nothing but its own folders.
+
+    `public` is which addresses behind the host's `address` are open to the internet.
+    """
     workdir = os.path.expanduser(str(request.get("workdir", "~/.tfps")))
     faults = []
     try:
         os.makedirs(workdir, mode=0o700, exist_ok=True)
         if not os.access(workdir, os.W_OK | os.X_OK):
             faults.append(f"workdir {workdir} is not writable")
+        status = os.stat(workdir)
+        if status.st_uid != os.getuid():
+            faults.append(f"workdir {workdir} belongs to another user, who could change programs in it")
+        elif status.st_mode & 0o002:
+            faults.append(f"workdir {workdir} can be written by everybody; run chmod o-w on it")
         free = shutil.disk_usage(workdir).free
     except OSError as error:
         faults.append(f"workdir {workdir}: {error.strerror}")
@@ -165,16 +183,32 @@ def preflight(request: dict[str, Any]) -> None:
             "time": time.time(),
             "gpus": gpus,
             "proxies": sorted(PROXY_VARIABLES & set(os.environ)),
+            "public": public_addresses(str(request.get("address", ""))),
             "trainings": [record.training for _, record in living()],
             "faults": faults,
         }
     )
 
 
+def public_addresses(address: str) -> list[str]:
+    """The addresses, of those that `address` (a name or an IP address) stands for here, that the whole internet sees."""
+    if not address:
+        return []
+    import ipaddress  # of no use to other commands
+
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # what cannot be resolved is for `ready` to find out
+        return []
+    addresses = {str(sockaddr[0]).partition("%")[0] for *_, sockaddr in found}
+    return sorted(a for a in addresses if ipaddress.ip_address(a).is_global)
+
+
 def reserve(request: dict[str, Any]) -> None:
     """Start the training's agent, or find it alive; answers with its `Reservation`."""
     wanted = ReserveRequest.from_json(request)
-    paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
+    training = TrainingId.parse(wanted.training)
+    paths = Paths(check_place(wanted.host, wanted.workdir), training, wanted.host)
     with contextlib.suppress(RefusedError):
         say(ask(paths, {"command": "reserve", "lease_secs": wanted.lease_secs}))
         return
@@ -531,10 +565,14 @@ COMMANDS = {
 
 def main(name: str) -> int:
     """Run one command; what it refuses is an `error` line and exit code 1."""
+    if name != "reserve":  # whose agent gives its TF tasks the login's own
+        os.umask(0o077)
     try:
         request = load(_first_line() or "{}")
         if not isinstance(request, dict):
             raise ProtocolError("an object is needed on standard input")
+        if name != "preflight":  # which has it among its faults
+            check_run_dir()
         if name == "put":
             say(put(request, sys.stdin.buffer))
         else:
