@@ -88,7 +88,7 @@ _ANSWERS: dict[str, Form] = {
 def message_of(host: str, message: dict[str, Any], tasks: Collection[str]) -> dict[str, Any] | None:
     """A follower's message as the rest of the package knows it; None for a kind that this version does not know.
 
-    `tasks` are the TF tasks that the host may speak of. Raises CommandError (code `protocol`).
+    `tasks` are the TF tasks that the host may speak of. What is null is left out. Raises CommandError (code `protocol`).
     """
     kind = str(message.get("type"))
     if kind not in _MESSAGES:
@@ -102,7 +102,10 @@ def message_of(host: str, message: dict[str, Any], tasks: Collection[str]) -> di
             raise ProtocolError(f"{kind}.task: {message['task'][:80]!r} is no TF task of this host")
     except ProtocolError as error:
         raise _refused(host, "sent a message that makes no sense", error) from None
-    return {**message, "reason": message["reason"][:MAX_REASON]} if message.get("reason") else message
+    found = {key: value for key, value in message.items() if value is not None}
+    if "reason" in found:
+        found["reason"] = found["reason"][:MAX_REASON]
+    return found
 
 
 def check_answer(host: str, command: str, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfps_runtime.protocol import VERSION, Paths, Task, TrainingId
+from tfps_runtime.protocol import VERSION, Paths, Task, TrainingId, is_text
 
 from airflow_tfps.errors import SpecError
 from airflow_tfps.fields import show
@@ -119,7 +119,8 @@ class Handle:
             chief = Task.parse(data["chief"])
             if not any(placed.task == chief for placed in tasks):
                 raise ValueError(f"the chief {chief} has no place")
-            if not isinstance(data["checkpoint_dir"], str):
+            _check_roles(tasks)
+            if not isinstance(data["checkpoint_dir"], str) or not is_text(data["checkpoint_dir"]):
                 raise TypeError("checkpoint_dir is not text")
             return cls(
                 training=TrainingId.parse(data["training"]),
@@ -134,6 +135,18 @@ class Handle:
             raise SpecError("handle", [f"it is damaged: {fault}" for fault in error.faults]) from error
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise SpecError("handle", [f"it is damaged: {error}"[:400]]) from error
+
+
+def _check_roles(tasks: Sequence[PlacedTask]) -> None:
+    """Each role's TF tasks have the indices from 0 on, once each, and ports: ClusterSpec lists them. Raises ValueError."""
+    indices: dict[str, list[int]] = {}
+    for placed in tasks:
+        indices.setdefault(placed.task.role, []).append(placed.task.index)
+        if placed.port is None and placed.task.role != EVALUATOR:
+            raise ValueError(f"{placed.task} has no port")
+    for role, found in indices.items():
+        if sorted(found) != list(range(len(found))):
+            raise ValueError(f"the TF tasks of role {role} are not numbered from 0 on")
 
 
 def _placed(

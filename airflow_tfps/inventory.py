@@ -66,7 +66,7 @@ def _ports(value: object) -> object:
         case [int(first), int(last)] if not isinstance(first, bool) and not isinstance(last, bool):
             if _LOWEST_PORT <= first <= last <= _HIGHEST_PORT:
                 return (first, last)
-    shown = "-".join(map(str, value)) if isinstance(value, list) and len(value) == 2 else show(value)
+    shown = "-".join(map(show, value)) if isinstance(value, list) and len(value) == 2 else show(value)
     allowed = f"from {_LOWEST_PORT} to {_HIGHEST_PORT}"
     raise ValueError(f"must be a range of ports like 20000-29999, {allowed}, is {shown}")
 
