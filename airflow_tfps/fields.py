@@ -16,7 +16,7 @@ Airflow has rendered comes as `Rendered` and is converted to what its field need
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import datetime as dt
 import difflib
 import math
 import re
@@ -430,6 +430,6 @@ def show(value: object) -> str:
         return str(value) if abs(value) < 2**63 else "a huge number"
     if isinstance(value, str):
         return repr(value[:60] + "…" if len(value) > 60 else str(value))
-    if isinstance(value, (float, bytes, datetime.date)):
+    if isinstance(value, (float, bytes, dt.date)):
         return repr(value)[:60]
     return f"a {type(value).__name__}"

@@ -36,7 +36,12 @@ MAX_REASON = 4000
 Form = dict[str, Any]
 """Key -> type, one that `protocol.check` knows; what is Optional may be absent. Other keys may be there."""
 
-_EVERY: Form = {"seq": Optional[int], "time": Optional[float], "reason": Optional[str], "last": Optional[bool]}
+_EVERY: Form = {
+    "seq": Optional[int],
+    "time": Optional[float],
+    "reason": Optional[str],
+    "last": Optional[bool],
+}
 _MESSAGES: dict[str, Form] = {
     Kind.TASK: {"task": str, "state": TaskState, "attempt": Optional[int], "exit": Optional[Exit]},
     Kind.TRAINING: {"state": TrainingState},
@@ -86,9 +91,10 @@ _ANSWERS: dict[str, Form] = {
 
 
 def message_of(host: str, message: dict[str, Any], tasks: Collection[str]) -> dict[str, Any] | None:
-    """A follower's message as the rest of the package knows it; None for a kind that this version does not know.
+    """A follower's message as the rest of the package knows it; None for a kind that is not known here.
 
-    `tasks` are the TF tasks that the host may speak of. What is null is left out. Raises CommandError (code `protocol`).
+    `tasks` are the TF tasks that the host may speak of. What is null is left out. Raises CommandError (code
+    `protocol`).
     """
     kind = str(message.get("type"))
     if kind not in _MESSAGES:

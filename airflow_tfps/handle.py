@@ -138,7 +138,7 @@ class Handle:
 
 
 def _check_roles(tasks: Sequence[PlacedTask]) -> None:
-    """Each role's TF tasks have the indices from 0 on, once each, and ports: ClusterSpec lists them. Raises ValueError."""
+    """Each role's TF tasks are numbered from 0 on and have ports: ClusterSpec lists them. Raises ValueError."""
     indices: dict[str, list[int]] = {}
     for placed in tasks:
         indices.setdefault(placed.task.role, []).append(placed.task.index)

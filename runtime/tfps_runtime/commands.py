@@ -191,7 +191,7 @@ def preflight(request: dict[str, Any]) -> None:
 
 
 def public_addresses(address: str) -> list[str]:
-    """The addresses, of those that `address` (a name or an IP address) stands for here, that the whole internet sees."""
+    """Of the IP addresses that `address` (one, or a name) stands for here, those that the whole internet sees."""
     if not address:
         return []
     import ipaddress  # of no use to other commands

@@ -6,7 +6,6 @@ nothing for too long is dropped (it comes back and resumes).
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Iterable
@@ -45,7 +44,7 @@ class Connection:
         return len(self._out)
 
     def receive(self) -> list[Any]:
-        """Messages that have arrived whole; what is none is refused. Closes at end of file and at a line without end."""
+        """Messages that have arrived whole; nonsense is refused. Closes at end of file and at a line without end."""
         try:
             data = self.sock.recv(65536)
         except BlockingIOError:

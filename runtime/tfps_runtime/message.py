@@ -51,7 +51,9 @@ def check(value: Any, kind: Any, where: str) -> Any:
             except OverflowError:
                 raise ProtocolError(f"{where}: too large a number") from None
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-            if kind is int and not -(2**63) <= value < 2**63:  # its digits alone could fill an XCom
+            if (
+                isinstance(value, int) and not -(2**63) <= value < 2**63
+            ):  # its digits alone could fill an XCom
                 raise ProtocolError(f"{where}: too large a number")
             return value
     raise ProtocolError(f"{where}: {getattr(kind, '__name__', kind)} is needed, not {type(value).__name__}")

@@ -54,7 +54,9 @@ def check_run_dir() -> None:
 
 def write_file(path: str, text: str) -> None:
     """Write a small file that appears whole or not at all, readable by its owner only."""
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # others may write to a checkpoint directory: no name to guess
+    temporary = (
+        f"{path}.{os.urandom(4).hex()}.tmp"  # others may write to a checkpoint directory: no name to guess
+    )
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(fd, "wb") as file:

@@ -29,7 +29,13 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
     if not os.path.isabs(workdir):
         raise ProtocolError(f"not an absolute path: {workdir[:80]!r}")
     name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
-    if not _HASH.match(expected) or name in ("", ".", "..") or "/" in name or "\0" in name or not is_text(name):
+    if (
+        not _HASH.match(expected)
+        or name in ("", ".", "..")
+        or "/" in name
+        or "\0" in name
+        or not is_text(name)
+    ):
         raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
     target = blob_path(workdir, expected, name)
     for place in (os.path.dirname(target), target):
