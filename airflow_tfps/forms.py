@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from tfps_runtime.checkpoint import Checkpoint
 from tfps_runtime.protocol import (
+    VERSION,
     Exit,
     Kind,
     Progress,
@@ -147,6 +148,8 @@ def _check(message: Mapping[str, Any], form: Form, where: str) -> None:
 
 
 def _check_reservation(request: Mapping[str, Any], reservation: Reservation) -> None:
+    if reservation.version not in (VERSION, VERSION - 1):
+        raise ProtocolError(f"reserve.version: {reservation.version} is not understood")
     for key in ("training", "host"):
         if getattr(reservation, key) != request[key]:
             raise ProtocolError(f"reserve.{key}: another one than was asked for")

@@ -263,6 +263,8 @@ def list_gpus(timeout: float = 20.0) -> list[Gpu]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout, check=False)
     except FileNotFoundError:
         return []
+    except OSError as error:  # a folder of the PATH that the user may not enter, too
+        raise RefusedError("gpu", f"nvidia-smi: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise RefusedError(
             "gpu", f"nvidia-smi did not answer within {timeout:.0f} s", transient=True

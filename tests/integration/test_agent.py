@@ -1410,7 +1410,7 @@ def test_asking_for_stacks_kills_nobody(training, kind):
     pid = wait_until(lambda: training.task("worker:0").get("pid"), "it has a process")
     for _ in range(20):
         training.tell("dump")
-    assert training.event("worker:0", "RUNNING")["pid"] == pid
+    assert wait_until(lambda: training.event("worker:0", "RUNNING"), "it runs")["pid"] == pid
     assert is_running(pid)
 
 

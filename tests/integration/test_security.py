@@ -253,7 +253,7 @@ def test_a_run_directory_that_another_user_prepared_is_not_believed(tmp_path, ki
                    "name": "x", "sha256": "0" * 16, "size": 0, "kind": "file", "request": {"secrets": {"K": "planted"}}}  # fmt: skip
         if command == "reserve":
             request = {"training": str(training), "host": "gpu-a", "workdir": str(workdir), "tasks": []}
-        code = f"import os, sys; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER}); from tfps_runtime.commands import main; sys.exit(main({command!r}))"
+        code = f"import os, sys; from tfps_runtime.commands import main; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER}); sys.exit(main({command!r}))"
         done = subprocess.run(
             [sys.executable, "-c", code],
             input=json.dumps(request).encode() + b"\n",
@@ -264,7 +264,9 @@ def test_a_run_directory_that_another_user_prepared_is_not_believed(tmp_path, ki
         )
         with contextlib.suppress(TimeoutError):
             heard.append(listener.accept()[0].recv(100))
+        assert done.stdout, done.stderr
         answer = json.loads(done.stdout.splitlines()[-1])
+        assert command != "preflight" or "faults" in answer, (answer, done.stderr)
         said = "; ".join(answer["faults"]) if command == "preflight" else answer["message"]
         assert f"{place} is not a directory of this user; remove it and try again" in said
         assert command == "preflight" or (done.returncode, answer["code"]) == (1, "workdir")

@@ -41,7 +41,7 @@ from tfps_runtime.protocol import (
 from tfps_runtime.uploads import put
 
 from airflow_tfps import forms, remote
-from airflow_tfps.errors import NotReadyError, SpecError, TfpsError
+from airflow_tfps.errors import CommandError, NotReadyError, SpecError, TfpsError
 from airflow_tfps.follow import HostFollower
 from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.hook import check_probes
@@ -539,6 +539,36 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
 def test_the_answers_here_are_good_ones(command, answer):
     """What is damaged below is right before that."""
     forms.check_answer("gpu-a", command, RESERVE, answer)
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "said"),
+    [
+        ("reserve", {"version": 7}, "version: 7 is not understood"),
+        ("reserve", {"training": "k#ffffffff"}, "another one than was asked for"),
+        ("reserve", {"ports": {}}, "ps:0 has no port"),
+        ("reserve", {"ports": {"ps:0": 70_000}}, "ps:0 has no port"),
+        ("reserve", {"checkpoint_dir": None}, "checkpoint_dir: is missing"),
+        ("reserve", {"checkpoint_dir": "x" * 10_000}, "an absolute path is needed"),
+        ("put", {"path": "relative"}, "an absolute path is needed"),
+        ("put", {"is_there": "yes"}, "put.is_there: bool is needed, not str"),
+        (
+            "status",
+            {"tasks": [{"task": "ps:0", "state": "SLEEPING"}]},
+            r"tasks\[0\].state: unknown value 'SLEEPING'",
+        ),
+        ("status", {"is_alive": None}, "is_alive: bool is needed"),
+        ("logs", {"lines": [5]}, r"lines\[0\]: str is needed"),
+        ("checkpoints", {"checkpoint": {"prefix": "/x"}}, "'global_step' is missing"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_says_why(command, change, said):
+    """The message names the host, the command, and the place."""
+    with pytest.raises(
+        CommandError, match=f"^gpu-a: {command} was answered with what makes no sense.*{said}"
+    ) as caught:
+        forms.check_answer("gpu-a", command, RESERVE, {**dict(ANSWERS)[command], **change})
+    assert (caught.value.code, caught.value.transient) == ("protocol", False)
 
 
 @FUZZ
