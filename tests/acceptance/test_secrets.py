@@ -29,7 +29,6 @@ def test_planted_secrets_are_nowhere(live: Live) -> None:
     needles = [n.encode() for n in (value, word, phrase, *key.splitlines()[2:6])]
     run = live.start("live_planted")
     training = run.until_training()
-    run.until_step(training, 5)
     tasks = {pid for pid, _ in training.tasks.values()}
     environment, arguments = holders(needles)
     assert environment == tasks, "the TF tasks have it, or the look would prove nothing"
@@ -39,9 +38,8 @@ def test_planted_secrets_are_nowhere(live: Live) -> None:
     run.until_over(state="success")
     assert holders(needles) == (set(), set())
     assert files_with(needles, live, run) == []
-    assert any("planted_store" in line for line in open_text(live.stack.home / "airflow.db")), (
-        "it looks at the database"
-    )
+    references = files_with([b"conn:planted_store#password"], live, run)
+    assert any(path.name.startswith("airflow.db") for path in references), "the look sees the database"
     run.until_nothing_is_left()
 
 
@@ -51,7 +49,11 @@ def plant(live: Live, value: str, word: str, phrase: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         locked, file = Path(folder, "locked"), Path(folder, "connections.json")
         shutil.copy(host.key_file, locked)
-        subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", phrase, "-f", str(locked)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-p", "-P", "", "-N", phrase, "-f", str(locked)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         key = locked.read_text()
         extra = {"private_key": key, "private_key_passphrase": phrase, "host_key": host.host_key}
         connections = {
@@ -98,7 +100,3 @@ def files_with(needles: list[bytes], live: Live, run: Run) -> list[Path]:
                     content = path.read_bytes()
                     found += [path for needle in needles if needle in content]
     return found
-
-
-def open_text(path: Path) -> list[str]:
-    return path.read_bytes().decode("latin-1").split("\0")
