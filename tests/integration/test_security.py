@@ -327,8 +327,6 @@ def test_odd_arguments_environment_ids_and_paths_arrive(odd_host, tmp_path, laun
     """Arguments, environment, inputs, secrets, run id, workdir, interpreter, checkpoint directory: as they are."""
     odd = tmp_path / "".join(odd_folder(v) for v in HOSTILE[1:14])
     odd.mkdir()
-    python = odd / "-py thon"
-    python.symlink_to(sys.executable)
     (tmp_path / "facts.py").write_text(FACTS)
     checkpoints = f"{odd}/check points\n'$(touch pwned)"
     job = JobSpec.from_dict(
@@ -338,7 +336,6 @@ def test_odd_arguments_environment_ids_and_paths_arrive(odd_host, tmp_path, laun
             "env": {f"ODD_{i}": value for i, value in enumerate(HOSTILE)},
             "inputs": {"train": f"host:{odd}/in put"},
             "roles": {"worker": 1},
-            "replication": "between_graph",
             "preload": ["json"],
             "launch": launch,
             "checkpoint": {"dir": checkpoints},
@@ -346,7 +343,7 @@ def test_odd_arguments_environment_ids_and_paths_arrive(odd_host, tmp_path, laun
         },
         base_dir=tmp_path,
     )
-    wrapper = odd / "wrapper"
+    wrapper = odd / "-py thon"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
     inventory = Inventory.from_dict(
