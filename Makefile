@@ -1,5 +1,6 @@
 # make demo    the main job on this machine: three SSH hosts, Airflow, a nightly training; nothing is left behind
 # make test    every test
+# make fuzz    10,000 examples of everything that comes from outside; make test has 1,000
 # make check   style, types, the dependency rule, generated pages
 #
 # Each sets itself up first: Python 3.11 to 3.13 with venv, make and git are all that a machine needs.
@@ -17,7 +18,7 @@ STARTED := $(shell date +%s)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-live test-acceptance check format lock clean
+.PHONY: help setup demo test test-unit test-integration test-live test-acceptance fuzz check format lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +58,9 @@ test-live: setup
 
 test-acceptance: setup
 	$(PY) -m pytest tests/acceptance
+
+fuzz: setup
+	$(PY) -m pytest tests/unit/test_fuzz.py --hypothesis-profile fuzz
 
 check: setup
 	$(BIN)/ruff check .

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import tfps_runtime
 
+from airflow_tfps.errors import SpecError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from airflow_tfps.spec import JobSpec
 
@@ -28,6 +30,7 @@ HASH_DIGITS = 16
 
 INSTALL = """
 import os, sys, tempfile
+os.umask(0o077)
 path = os.path.expanduser(sys.argv[1])
 content = sys.stdin.buffer.read()
 if len(content) != int(sys.argv[2]):
@@ -136,7 +139,10 @@ def blobs_of(job: JobSpec) -> Iterator[Blob]:
 
 
 def blob(key: str, path: str, beside: tuple[str, ...] = ()) -> Blob:
-    """Hash a file or a directory, or a file with all that goes beside it. Raises OSError when one cannot be read."""
+    """Hash a file or a directory, or a file with all that goes beside it.
+
+    Raises OSError when one cannot be read, SpecError for links in a directory that lead out of it.
+    """
     source = _open(path)
     is_tar = bool(beside) or source.is_dir()
     name = Path(path).stem if beside else source.name
@@ -146,6 +152,20 @@ def blob(key: str, path: str, beside: tuple[str, ...] = ()) -> Blob:
     content = made.content()
     digest = hashlib.sha256(content).hexdigest()[:HASH_DIGITS]
     return replace(made, sha256=digest, size=len(content))
+
+
+def _refuse_links_out_of(root: Any, paths: Iterable[Any]) -> None:
+    """A link in a folder would bring to the hosts what nobody named: a key, say. Raises SpecError."""
+    if not isinstance(root, Path):
+        return
+    inside = root.resolve()
+    faults = [
+        f"{path} is a symbolic link to {target}, outside of {root}; copy it there, or name it by itself"
+        for path in paths
+        if not (target := path.resolve()).is_relative_to(inside)
+    ]
+    if faults:
+        raise SpecError("upload", faults)
 
 
 def _archive(*roots: Any, is_content: bool = False) -> bytes:
@@ -161,6 +181,7 @@ def _archive(*roots: Any, is_content: bool = False) -> bytes:
                 for path in ([root] if root.is_file() else root.rglob("*"))
                 if path.is_file()
             }
+            _refuse_links_out_of(root, paths.values())
             for name, path in sorted(paths.items()):
                 if is_content or "__pycache__" not in Path(name).parts:
                     content = path.read_bytes()

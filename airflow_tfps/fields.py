@@ -16,6 +16,7 @@ Airflow has rendered comes as `Rendered` and is converted to what its field need
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import difflib
 import math
 import re
@@ -55,7 +56,7 @@ def is_known(value: object) -> bool:
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """`; did you mean x?`, or nothing if none of `known` is near."""
-    close = difflib.get_close_matches(str(name)[:80], list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(_short(name, 80), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -403,9 +404,14 @@ def _plural(words: str) -> str:
 
 
 def join(path: str, key: object) -> str:
-    name = str(key)[:60]
+    name = _short(key, 60)
     name = name if re.fullmatch(r"[\w./:@-]+", name) else repr(name)
     return f"{path}.{name}" if path else name
+
+
+def _short(key: object, length: int) -> str:
+    """A key as text; in Python a key may be anything, even what cannot be printed."""
+    return key[:length] if isinstance(key, str) else str(key) if key is None else show(key)
 
 
 def show(value: object) -> str:
@@ -424,4 +430,6 @@ def show(value: object) -> str:
         return str(value) if abs(value) < 2**63 else "a huge number"
     if isinstance(value, str):
         return repr(value[:60] + "…" if len(value) > 60 else str(value))
-    return repr(value)[:60]
+    if isinstance(value, (float, bytes, dt.date)):
+        return repr(value)[:60]
+    return f"a {type(value).__name__}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfps_runtime.protocol import BEAT_SECS, Kind, dump
 
-from airflow_tfps import deploy, remote
+from airflow_tfps import deploy, forms, remote
 from airflow_tfps.errors import CommandError, HostUnreachableError, TfpsError
 from airflow_tfps.judge import UNREACHABLE
 
@@ -52,6 +52,7 @@ async def call(
     found = remote.answers(spec.name, command, completed)
     if not found:
         raise remote.not_ready(spec.name, command, completed)
+    forms.check_answer(spec.name, command, request, found[-1])
     return found[-1]
 
 
@@ -81,6 +82,7 @@ class HostFollower:
         self._lost_since: float | None = None
         self.is_caught_up = False
         """Whether what it tells now happens now, and is no history."""
+        self._tasks = frozenset(str(placed.task) for placed in handle.on(host))
 
     async def ask_for_stacks(self) -> None:
         """Have every TF task on this host write the stacks of its threads into its log. A lost link is no error."""
@@ -166,19 +168,18 @@ class HostFollower:
                 return
             except TimeoutError:
                 raise HostUnreachableError(self._host, f"no word for {SILENT_SECS:.0f} s") from None
-            message = remote.read_line(self._host, line)
-            if message is None or "type" not in message:
+            said = remote.read_line(self._host, line)
+            message = None if said is None else forms.message_of(self._host, said, self._tasks)
+            if message is None:
                 continue
             if self._lease_secs is not None and time.monotonic() - renewed >= RENEW_SECS:
                 renewed = time.monotonic()
                 await self._send({"renew": self._lease_secs})
-            seq = message.get("seq")
-            if isinstance(seq, int):
-                self._seen = max(self._seen, seq)
+            self._seen = max(self._seen, message.get("seq") or 0)
             if message["type"] == Kind.CAUGHT_UP:
                 self.is_caught_up = True
             if message["type"] == Kind.LOG:
-                self._told[str(message["task"])] = int(message["offset"])
+                self._told[message["task"]] = message["offset"]
             yield {**message, "host": self._host}
 
 
@@ -201,7 +202,7 @@ async def follow(
         )
         for host in handle.hosts
     ]
-    queue: asyncio.Queue[tuple[HostFollower, dict[str, Any] | BaseException | None]] = asyncio.Queue(1000)
+    queue: asyncio.Queue[tuple[HostFollower, dict[str, Any] | BaseException | None]] = asyncio.Queue(100)
 
     async def pump(follower: HostFollower) -> None:
         try:

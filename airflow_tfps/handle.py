@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfps_runtime.protocol import VERSION, Paths, Task, TrainingId
+from tfps_runtime.protocol import VERSION, Paths, Task, TrainingId, is_text
 
 from airflow_tfps.errors import SpecError
+from airflow_tfps.fields import show
 from airflow_tfps.inventory import HostSpec, Inventory
 from airflow_tfps.spec import JobSpec
 
@@ -107,10 +108,10 @@ class Handle:
         if not isinstance(data, Mapping):
             got = "nothing" if data is None else type(data).__name__
             raise SpecError("handle", [f"a handle of ProvisionClusterOperator is needed, got {got}"])
-        if data.get("version") not in (VERSION, VERSION - 1):
-            raise SpecError(
-                "handle", [f"version {data.get('version')!r} is not understood; clear the provision task"]
-            )
+        version = data.get("version")
+        if version not in (VERSION, VERSION - 1):
+            shown = "None" if version is None else show(version)
+            raise SpecError("handle", [f"version {shown} is not understood; clear the provision task"])
         try:
             base_dir = data.get("base_dir")
             inventory = Inventory.from_dict(data["inventory"])
@@ -118,7 +119,8 @@ class Handle:
             chief = Task.parse(data["chief"])
             if not any(placed.task == chief for placed in tasks):
                 raise ValueError(f"the chief {chief} has no place")
-            if not isinstance(data["checkpoint_dir"], str):
+            _check_roles(tasks)
+            if not isinstance(data["checkpoint_dir"], str) or not is_text(data["checkpoint_dir"]):
                 raise TypeError("checkpoint_dir is not text")
             return cls(
                 training=TrainingId.parse(data["training"]),
@@ -129,19 +131,34 @@ class Handle:
                 checkpoint_dir=data["checkpoint_dir"],
                 blobs={str(key): tuple(map(str, blob)) for key, blob in data.get("blobs", {}).items()},
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise SpecError("handle", [f"it is damaged: {error}"]) from error
+        except SpecError as error:
+            raise SpecError("handle", [f"it is damaged: {fault}" for fault in error.faults]) from error
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise SpecError("handle", [f"it is damaged: {error}"[:400]]) from error
+
+
+def _check_roles(tasks: Sequence[PlacedTask]) -> None:
+    """Each role's TF tasks are numbered from 0 on and have ports: ClusterSpec lists them. Raises ValueError."""
+    indices: dict[str, list[int]] = {}
+    for placed in tasks:
+        indices.setdefault(placed.task.role, []).append(placed.task.index)
+        if placed.port is None and placed.task.role != EVALUATOR:
+            raise ValueError(f"{placed.task} has no port")
+    for role, found in indices.items():
+        if sorted(found) != list(range(len(found))):
+            raise ValueError(f"the TF tasks of role {role} are not numbered from 0 on")
 
 
 def _placed(
     task: object, host: object, port: object, gpus: Sequence[object], *, inventory: Inventory
 ) -> PlacedTask:
     """One row of a handle's `tasks`. Raises ValueError or TypeError."""
-    if isinstance(port, bool) or not isinstance(port, (int, type(None))):
-        raise TypeError(f"no port: {port!r:.80}")
+    if port is not None and not (isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536):
+        raise TypeError(f"no port: {show(port)}")
     if not isinstance(task, str) or not isinstance(host, str) or host not in inventory.names:
-        raise ValueError(f"no place of a TF task: {task!r:.80} on {host!r:.80}")
-    numbers = tuple(gpu for gpu in gpus if isinstance(gpu, int))
-    if len(numbers) != len(gpus):
-        raise ValueError(f"no GPUs: {gpus!r:.80}")
-    return PlacedTask(task=Task.parse(task), host=host, port=port, gpus=numbers)
+        raise ValueError(f"no place of a TF task: {show(task)} on {show(host)}")
+    if not isinstance(gpus, (list, tuple)) or not all(
+        isinstance(gpu, int) and not isinstance(gpu, bool) and 0 <= gpu < 65536 for gpu in gpus
+    ):
+        raise ValueError(f"no GPUs of {task}: {show(gpus)}")
+    return PlacedTask(task=Task.parse(task), host=host, port=port, gpus=tuple(gpus))

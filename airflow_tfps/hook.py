@@ -31,7 +31,7 @@ from tfps_runtime.protocol import (
     key_directory,
 )
 
-from airflow_tfps import deploy, remote
+from airflow_tfps import deploy, forms, remote
 from airflow_tfps.errors import (
     BusyError,
     CommandError,
@@ -161,6 +161,7 @@ class ClusterHook(BaseHook):
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
+        forms.check_answer(host, command, request, found[-1])
         return found
 
     @contextlib.contextmanager
@@ -212,21 +213,36 @@ class ClusterHook(BaseHook):
     ) -> dict[str, dict[str, Any]]:
         """Look at hosts, all of the inventory by default: what each has. Raises HostNotReadyError for what it lacks.
 
-        With `sweep_secs` each removes, for about so long, what dead trainings left there; that fails nothing.
+        Warns in the log of an address that the whole internet reaches. With `sweep_secs` each removes, for about so
+        long, what dead trainings left there; that fails nothing.
         """
         names = list(self.inventory.names if hosts is None else hosts)
         self.connect(names)
 
         def look(host: str) -> dict[str, Any]:
-            wanted = (gpus or {}).get(host, 0)
-            workdir = self.inventory[host].workdir
-            request: dict[str, Any] = {"workdir": workdir, "preload": list(preload), "gpus": wanted}
+            spec = self.inventory[host]
+            request: dict[str, Any] = {
+                "workdir": spec.workdir,
+                "address": spec.address,
+                "preload": list(preload),
+                "gpus": (gpus or {}).get(host, 0),
+            }
             if sweep_secs:
-                request["sweep"] = SweepRequest(workdir=workdir, host=host, max_secs=sweep_secs).to_json()
+                swept = SweepRequest(workdir=spec.workdir, host=host, max_secs=sweep_secs)
+                request["sweep"] = swept.to_json()
             report = self.call(host, "preflight", request)
             _log_sweep(host, report.get("swept"))
             if report["faults"]:
-                raise HostNotReadyError(host, "; ".join(map(str, report["faults"])))
+                raise HostNotReadyError(host, "; ".join(report["faults"]))
+            if report.get("public"):
+                log.warning(
+                    "%s: its address %s is public (%s): whoever reaches ports %d-%d there can run code, since "
+                    "TensorFlow's gRPC asks for no password; let in the other hosts only",
+                    host,
+                    spec.address,
+                    ", ".join(report["public"][:5])[:200],
+                    *spec.ports,
+                )
             return report
 
         return self.on_each(names, look)
@@ -342,8 +358,8 @@ class ClusterHook(BaseHook):
             return job
         host = plan.chief.host
         request = {"directory": reservations[host]["checkpoint_dir"], "newest": True}
-        newest = self.call(host, "checkpoints", request).get("checkpoint")
-        there = 0 if newest is None else int(newest["global_step"])
+        newest = forms.checkpoint_of(host, self.call(host, "checkpoints", request))
+        there = 0 if newest is None else newest.global_step
         log.info("%s: %d steps more than the %d of the newest checkpoint", job.name, int(job.steps), there)
         return job.override(steps=there + int(job.steps))
 
@@ -397,7 +413,8 @@ class ClusterHook(BaseHook):
         if not answer["is_there"]:
             log.info("%s: uploading %s (%d bytes)", host, blob.name, blob.size)
             answer = self.call(host, "put", request, content=blob.content(), timeout=UPLOAD_SECS)
-        return posixpath.join(str(answer["path"]), blob.entry) if blob.entry else str(answer["path"])
+        path: str = answer["path"]
+        return posixpath.join(path, blob.entry) if blob.entry else path
 
     def _start(
         self,
@@ -507,7 +524,7 @@ class ClusterHook(BaseHook):
         """The last lines of a TF task's log."""
         host = handle.of(task).host
         answer = self.call(host, "logs", {**handle.request(host), "task": str(task), "lines": lines})
-        return [str(line) for line in answer["lines"]]
+        return list(answer["lines"])
 
     # --- ending -------------------------------------------------------------------------------------------------
 
@@ -525,7 +542,7 @@ class ClusterHook(BaseHook):
             request = {**handle.request(host), "reason": reason, "grace_secs": grace_secs}
             try:
                 answer = self.call(host, "stop", request, timeout=2 * grace + COMMAND_SECS)
-                states[host] = answer["stopped"][str(handle.training)]
+                states[host] = answer["stopped"].get(str(handle.training), "UNKNOWN")
             except TfpsError as error:
                 errors.append(error)
 
@@ -546,7 +563,7 @@ class ClusterHook(BaseHook):
             request = {"key": key, "host": host, "reason": reason, "grace_secs": grace_secs}
             try:
                 answer = self.call(host, "stop", request, timeout=2 * grace_secs + COMMAND_SECS)
-                found[host] = {str(k): str(v) for k, v in answer["stopped"].items()}
+                found[host] = answer["stopped"]
             except TfpsError as error:
                 errors.append(error)
 
@@ -614,9 +631,11 @@ def check_probes(handle: Handle, probes: Mapping[str, Mapping[str, Any]]) -> Non
     if failed:
         raise NotReadyError("\n".join(failed))
     missing = []
+    labels = {str(placed.task): placed.label for placed in handle.tasks}
     for host, found in sorted(probes.items()):
         for task, why in sorted(found.get("missing", {}).items()):
-            missing.append(f"{handle.of(Task.parse(task)).label} cannot be reached from {host}: {why}")
+            label = labels.get(task, task[:80])
+            missing.append(f"{label} cannot be reached from {host}: {why}")
     if missing:
         raise NotReadyError("the cluster is not ready:\n  " + "\n  ".join(missing))
 

@@ -42,7 +42,9 @@ LOOPBACK = "127.0.0.1"
 CONNECTION_TYPE = "tfps"
 """Of the Airflow connection whose extra holds an inventory."""
 
-_ADDRESS = Matches(r"[A-Za-z0-9._:%-]+", "a host name or an IP address")
+_ADDRESS = Matches(r"(?!-)[A-Za-z0-9._:%-]{1,255}", "a host name or an IP address")
+_NO_OPTION = Matches(r"(?!-).*", "a name or a path, and not begin with a dash")
+_MAX_PATH = Matches(r".{0,2000}", "a path of at most 2,000 characters")
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
 
 
@@ -66,7 +68,7 @@ def _ports(value: object) -> object:
         case [int(first), int(last)] if not isinstance(first, bool) and not isinstance(last, bool):
             if _LOWEST_PORT <= first <= last <= _HIGHEST_PORT:
                 return (first, last)
-    shown = "-".join(map(str, value)) if isinstance(value, list) and len(value) == 2 else show(value)
+    shown = "-".join(map(show, value)) if isinstance(value, list) and len(value) == 2 else show(value)
     allowed = f"from {_LOWEST_PORT} to {_HIGHEST_PORT}"
     raise ValueError(f"must be a range of ports like 20000-29999, {allowed}, is {shown}")
 
@@ -85,9 +87,9 @@ class HostSpec:
     """Where the other hosts reach its TF tasks; default: the connection's host."""
     gpus: Annotated[int, Range(0, 64)] | None = None
     """How many GPUs one may use; default: as many as `nvidia-smi` reports."""
-    python: Annotated[str, NotEmpty()] = "python3"
+    python: Annotated[str, NotEmpty(), _NO_OPTION, _MAX_PATH] = "python3"
     """Its Python, the one that has TensorFlow."""
-    workdir: Annotated[str, Matches(r"(/|~/).+", "an absolute path, or begin with ~/")] = "~/.tfps"
+    workdir: Annotated[str, Matches(r"(/|~/).+", "an absolute path, or begin with ~/"), _MAX_PATH] = "~/.tfps"
     """Directory on the host for programs, logs and checkpoints; several hosts may share it."""
     ports: Annotated[tuple[int, ...], Convert(_ports)] = (20000, 29999)
     """Ports for its TF tasks, first and last."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
-from tfps_runtime.protocol import Task, TaskState, TrainingId, TrainingState, training_key
+from tfps_runtime.protocol import ProtocolError, Task, TaskState, TrainingId, TrainingState, training_key
 
-from airflow_tfps.errors import BusyError, HostError, TfpsError, TrainingFailedError
+from airflow_tfps.errors import BusyError, HostError, SpecError, TfpsError, TrainingFailedError
 from airflow_tfps.triggers import TRAINING_XCOM, QueueTrigger, ReadyTrigger, TrainingTrigger
 
 if TYPE_CHECKING:
@@ -63,6 +63,14 @@ def key_of(operator: BaseOperator, context: Context) -> str:
     group_id = group.group_id if group is not None and group.group_id else ""
     index = ti.map_index if ti.map_index is not None else -1
     return training_key(ti.dag_id, ti.run_id, group_id, index)
+
+
+def _new_training(key: str) -> TrainingId:
+    """A new incarnation of a key. Raises SpecError for ids of which no key can be made."""
+    try:
+        return TrainingId(key, secrets.token_hex(4))
+    except ProtocolError as error:
+        raise SpecError("the training's key", [f"{error}; trigger the DAG with another run id"]) from None
 
 
 class ProvisionClusterOperator(BaseOperator):
@@ -140,10 +148,10 @@ class ProvisionClusterOperator(BaseOperator):
                 if adopted is not None:
                     return adopted
                 key = key_of(self, context)
+                training = _new_training(key)
                 hook.stop_key(
                     key, "a new training of the same key begins", grace_secs=job.timeouts.grace_secs
                 )
-                training = TrainingId(key, secrets.token_hex(4))
                 lease = max(job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
                 try:
                     handle = hook.ensure(
@@ -316,7 +324,7 @@ class TrainOperator(BaseOperator):
         )
         self.log.info("%s does not live any more (%s): starting a new incarnation", handle.training, dead)
         hook.stop(handle, "replaced by a new incarnation")
-        training = TrainingId(handle.training.key, secrets.token_hex(4))
+        training = _new_training(handle.training.key)
         lease = max(handle.job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
         fresh = hook.ensure(handle.job, training, wait=False, lease_secs=lease, chief_host=handle.chief_host)
         store = context["task_state_store"]

@@ -112,5 +112,7 @@ class Board:
                 curve = curve[::2]
             elif tasks:
                 tasks = tasks[: len(tasks) // 2]
-            else:
+            elif hosts:
                 hosts = {}
+            else:  # what is left has no parts
+                return value

@@ -27,8 +27,14 @@ def endpoint(spec: HostSpec) -> Endpoint:
 
 
 def from_home(path: str) -> str:
-    """A path on a host, as an argument: `~/x` becomes `x`, since commands run in the user's home directory."""
-    return path.removeprefix("~/")
+    """A path on a host, as an argument: `~/x` becomes `x`, since commands run in the user's home directory.
+
+    What begins with a dash becomes `./-x`: it is no option.
+    """
+    if not path.startswith("~/"):
+        return path
+    relative = path.removeprefix("~/").lstrip("/")
+    return f"./{relative}" if relative.startswith("-") else relative
 
 
 def python(spec: HostSpec) -> str:

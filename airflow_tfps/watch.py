@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from airflow_tfps import follow, remote
+from airflow_tfps import follow, forms, remote
 from airflow_tfps.errors import HostUnreachableError
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ async def watch(
                 ) as stream:
                     async for message in _messages(spec.name, stream):
                         failures = 0
-                        found = message.get("checkpoint")
-                        if isinstance(found, dict) and found["global_step"] > after_step:
-                            after_step = found["global_step"]
+                        found = forms.checkpoint_of(spec.name, message)
+                        if found is not None and found.global_step > after_step:
+                            after_step = found.global_step
                             yield {
-                                "checkpoint": found["prefix"],
-                                "global_step": found["global_step"],
-                                "size": found["size"],
-                                "time": found["time"],
+                                "checkpoint": found.prefix,
+                                "global_step": found.global_step,
+                                "size": found.size,
+                                "time": found.time,
                             }
                 if remote.lacks_runtime(
                     Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)

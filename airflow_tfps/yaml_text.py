@@ -33,6 +33,16 @@ _Loader.yaml_implicit_resolvers = {
 
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null"))
 _STR = "tag:yaml.org,2002:str"
+_FAILURES = (
+    yaml.YAMLError,
+    ValueError,  # 2024-13-45 looks like a date
+    OverflowError,  # 1:1:1:… is a number to the base of 60
+    AttributeError,  # !!timestamp nonsense
+    LookupError,  # !!int '', !!bool nonsense
+    TypeError,
+    RecursionError,
+)
+"""What PyYAML raises for text that is not what its tag or its look says."""
 
 
 class YamlError(ValueError):
@@ -62,7 +72,7 @@ def parse_yaml(text: str, *, as_text: Iterable[str] = ()) -> Any:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise YamlError(f"{where}{error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2024-13-45 looks like a date
+    except _FAILURES as error:
         raise YamlError(f"not YAML: {error}") from None
 
 
@@ -108,7 +118,7 @@ def plain_scalar(text: str) -> Any:
         if not stripped or tag not in _PLAIN_TAGS:
             return text
         return loader.construct_object(yaml.ScalarNode(tag, stripped))
-    except ValueError:  # YAML's int pattern lets `0b` and the like through
+    except _FAILURES:  # YAML's int pattern lets `0b` and the like through
         return text
     finally:
         loader.dispose()

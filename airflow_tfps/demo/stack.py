@@ -114,6 +114,11 @@ class AirflowStack:
             raise StackError("Airflow has not been started")
         return self._api
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the components are run with, once started: for another command of `airflow`."""
+        return dict(self._env)
+
     # --- starting and stopping ----------------------------------------------------------------------------------
 
     def start(self, secs: float = START_SECS) -> None:

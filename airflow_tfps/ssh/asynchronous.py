@@ -10,7 +10,17 @@ import asyncssh
 
 from airflow_tfps.ssh import Completed
 from airflow_tfps.ssh.handshake_async import open_connection
-from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, lost, no_answer, quote, signal_number, unread
+from airflow_tfps.ssh.wire import (
+    CHUNK,
+    STDERR_BYTES,
+    Lines,
+    Output,
+    lost,
+    no_answer,
+    quote,
+    signal_number,
+    unread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -52,7 +62,9 @@ class AsyncSshTransport:
                     # All three at once: a command may write before it has read everything, and to either
                     # output.
                     stdout, stderr, _ = await asyncio.gather(
-                        process.stdout.read(), process.stderr.read(), _write(process, stdin, eof=True)
+                        self._gather(process.stdout),
+                        self._gather(process.stderr),
+                        _write(process, stdin, eof=True),
                     )
                     await process.wait_closed()
                 finally:
@@ -62,6 +74,12 @@ class AsyncSshTransport:
         except _FAILURES as error:
             raise lost(self._host, argv, error) from error
         return Completed(returncode=_returncode(process, self._host, argv), stdout=stdout, stderr=stderr)
+
+    async def _gather(self, reader: asyncssh.SSHReader[bytes]) -> bytes:
+        output = Output(self._host)
+        while data := await reader.read(CHUNK):
+            output.add(data)
+        return bytes(output)
 
     @contextlib.asynccontextmanager
     async def stream(self, argv: Sequence[str], stdin: bytes = b"") -> AsyncIterator[AsyncSshStream]:

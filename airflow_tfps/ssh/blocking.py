@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from airflow_tfps.errors import CommandError
 from airflow_tfps.ssh import Completed
 from airflow_tfps.ssh.handshake import FAILURES, Connection, open_connection
 from airflow_tfps.ssh.settings import HANDSHAKE_SECS, Settings, fingerprint
-from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, lost, no_answer, quote, signal_number, unread
+from airflow_tfps.ssh.wire import (
+    CHUNK,
+    STDERR_BYTES,
+    Lines,
+    Output,
+    lost,
+    no_answer,
+    quote,
+    signal_number,
+    unread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,18 +51,29 @@ class SshTransport:
 
     def run(self, argv: Sequence[str], stdin: bytes = b"", *, timeout: float | None = None) -> Completed:
         deadline = None if timeout is None else time.monotonic() + timeout
-        stdout, stderr = bytearray(), bytearray()
+        stdout, stderr = Output(self._host), Output(self._host)
+        too_much: list[CommandError] = []
         channel = self._open(argv)
+
+        def add(output: Output, data: bytes) -> None:
+            try:
+                output.add(data)
+            except CommandError as error:
+                too_much.append(error)
+                _close(channel)
+
         try:
             # All three at once: a command may write before it has read everything, and to either output.
             for thread in (
                 _start(_write, channel, stdin, True),
-                _start(_read, channel.recv, stdout.extend),
-                _start(_read, channel.recv_stderr, stderr.extend),
+                _start(_read, channel.recv, functools.partial(add, stdout)),
+                _start(_read, channel.recv_stderr, functools.partial(add, stderr)),
             ):
                 thread.join(_left(deadline))
                 if thread.is_alive():
                     raise no_answer(self._host, argv, timeout)
+            if too_much:
+                raise too_much[0]
             if not channel.status_event.wait(_left(deadline)):
                 raise no_answer(self._host, argv, timeout)
             returncode = _returncode(channel, self._host, argv)

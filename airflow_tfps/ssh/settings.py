@@ -29,6 +29,7 @@ from airflow.sdk import BaseHook, Connection
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 
 from airflow_tfps.errors import AuthenticationError, HostKeyError, SpecError
+from airflow_tfps.ssh.wire import words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -286,12 +287,22 @@ def _proxy(hook: SSHHook, of_extra: str | None, config: Path) -> tuple[str, ...]
     jump = found.get("proxyjump") or "none"
     if jump.lower() == "none":
         return ()
-    # What OpenSSH makes of ProxyJump: the last hop forwards our stream, and is itself reached through the
-    # others. BatchMode, since nobody is there to answer a question.
-    *before, last = [hop.strip() for hop in jump.split(",")]
-    via = ("-J", ",".join(before)) if before else ()
+    return _jump([hop.strip() for hop in jump.split(",")], f"[{address}]:{port}")
+
+
+def _jump(hops: Sequence[str], target: str) -> tuple[str, ...]:
+    """What OpenSSH makes of ProxyJump: the last hop forwards our stream, and is itself reached through the others.
+
+    Every hop's host key is verified too, whatever ~/.ssh/config says: `-J` would not tell the hops before the last.
+    BatchMode, since nobody is there to answer a question.
+    """
+    *before, last = hops
+    via: tuple[str, ...] = ()
+    if before:  # ssh has a shell run this; %h and %p are the last hop's, and a % of the others is none
+        escaped = [hop.replace("%", "%%") for hop in before]
+        via = ("-o", f"ProxyCommand={words(_jump(escaped, '[%h]:%p'))}")
     last = last if last.startswith("ssh://") else f"ssh://{last}"
-    return ("ssh", "-o", "BatchMode=yes", *via, "-W", f"[{address}]:{port}", last)
+    return ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", *via, "-W", target, last)
 
 
 def _known(file: Path, address: str, port: int) -> tuple[list[str], list[str]]:

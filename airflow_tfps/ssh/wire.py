@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 CHUNK = 64 * 1024
 """Bytes read or written at a time."""
 
+MAX_OUTPUT = 64 * 1024 * 1024
+"""Bytes that a command may answer with, on either output, before it is given up: a host may send for ever."""
+
 STDERR_BYTES = 64 * 1024
 """How much of a stream's standard error is kept."""
 
@@ -47,16 +50,20 @@ def quote(argv: Sequence[str]) -> str:
     """
     if not argv:
         raise ValueError("no command")
-    if any("\0" in argument for argument in argv):
-        raise ValueError("a NUL character in a command's arguments")
-    words = ['"\\\\"'.join(_quoted(part) for part in argument.split("\\")) for argument in argv]
-    line = "exec " + " ".join(words)
+    line = f"exec {words(argv)}"
     size = len(line.encode("utf-8", "surrogateescape"))
     if size > MAX_COMMAND:
         raise ValueError(
             f"a command line of {size} bytes; hosts take {MAX_COMMAND}: send data on standard input"
         )
     return line
+
+
+def words(argv: Sequence[str]) -> str:
+    """`argv` as words of a shell's line, without `exec`: the one place where a value is quoted for a shell."""
+    if any("\0" in argument for argument in argv):
+        raise ValueError("a NUL character in a command's arguments")
+    return " ".join('"\\\\"'.join(_quoted(part) for part in argument.split("\\")) for argument in argv)
 
 
 def _quoted(part: str) -> str:
@@ -91,6 +98,23 @@ class Lines:
         if len(self._rest) > MAX_LINE or any(len(line) > MAX_LINE for line in complete):
             raise CommandError(self._host, f"sent a line longer than {MAX_LINE} bytes", code="protocol")
         return [line.decode("utf-8", "replace") for line in complete]
+
+
+class Output:
+    """What a command that is run to its end writes, up to MAX_OUTPUT bytes."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Raises CommandError (code `protocol`) when it becomes too much."""
+        if len(self._data) + len(data) > MAX_OUTPUT:
+            raise CommandError(self._host, f"answered with more than {MAX_OUTPUT} bytes", code="protocol")
+        self._data += data
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._data)
 
 
 def no_answer(host: str, argv: Sequence[str], timeout: float | None) -> HostUnreachableError:

@@ -40,7 +40,9 @@ from tfps_runtime.protocol import (
     TaskState,
     TrainingId,
     TrainingState,
+    check_place,
     dump,
+    is_text,
     load,
 )
 from tfps_runtime.reserve import (
@@ -65,9 +67,11 @@ class Agent:
     """The world around `core.step`. Raises RefusedError when the reservation cannot be had."""
 
     def __init__(self, request: ReserveRequest) -> None:
+        login_umask = os.umask(0o077)  # for the TF tasks, which may write for others; nothing of ours is
         self.request = request
         self.training = TrainingId.parse(request.training)
-        self.paths = Paths(os.path.expanduser(request.workdir), self.training, request.host)
+        self.paths = Paths(check_place(request.host, request.workdir), self.training, request.host)
+        check_names(request)
         ensure_run_dir()
         self.lock = Lock.acquire(
             self.paths.lock, LockRecord(str(self.training), request.host, self.paths.workdir, os.getpid())
@@ -130,6 +134,7 @@ class Agent:
             {**request.env, TRAINING_VARIABLE: request.training},
             warm=any(t.warm for t in request.tasks) and bool(request.preload),
             output=self.output,
+            umask=login_umask,
         )
         self._channel: Optional[socket.socket] = None
 
@@ -345,7 +350,7 @@ class Agent:
     def _result(self, chief: str) -> Optional[Result]:
         try:
             with open(self._result_path(Task.parse(chief)), encoding="utf-8") as file:
-                return Result.loads(file.read(4 * 1024 * 1024))
+                return Result.loads(file.read(1024 * 1024))
         except FileNotFoundError:
             return result_of(self.progress[chief].newest, self.reservation.checkpoint_dir)
         except (ProtocolError, OSError, UnicodeDecodeError) as error:
@@ -518,6 +523,23 @@ class Agent:
             "lease_secs": round(self.state.lease_until - time.monotonic(), 1),
             "nursery_secs": self.processes.ready_secs,
         }
+
+
+def check_names(request: ReserveRequest) -> None:
+    """Raises ProtocolError for names of TF tasks, modules and variables that would fail only once something is held."""
+    names = [task.name for task in request.tasks]
+    if len(set(names)) < len(names):
+        raise ProtocolError("the same TF task twice")
+    for env in (request.env, *(task.env for task in request.tasks)):
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value or not is_text(name + value):
+                raise ProtocolError(f"cannot be a variable of an environment: {name[:40]!r}")
+    for module in request.preload:
+        if not all(part.isidentifier() for part in module.split(".")) or not is_text(module):
+            raise ProtocolError(f"not the name of a module: {module[:40]!r}")
+    directory = request.checkpoint_dir
+    if directory is not None and ("\0" in directory or not is_text(directory)):
+        raise ProtocolError(f"not a path: {directory[:80]!r}")
 
 
 def is_listening(host: str, port: int, timeout: float) -> bool:

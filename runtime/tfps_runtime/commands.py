@@ -34,11 +34,12 @@ from tfps_runtime.protocol import (
     TaskState,
     TrainingId,
     TrainingState,
+    check_place,
     dump,
     load,
 )
 from tfps_runtime.recall import asked_for, history, known, recall
-from tfps_runtime.reserve import clear_lock, is_held, living, locks, read_lock
+from tfps_runtime.reserve import check_run_dir, clear_lock, is_held, living, locks, read_lock
 from tfps_runtime.sweep import sweep
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import note_use, put
@@ -62,7 +63,7 @@ def paths_of(request: dict[str, Any]) -> Paths:
     """The paths of the training that a request names. Raises ProtocolError."""
     try:
         training, host = TrainingId.parse(request["training"]), str(request["host"])
-        return Paths(os.path.expanduser(str(request["workdir"])), training, host)
+        return Paths(check_place(host, str(request["workdir"])), training, host)
     except (KeyError, AttributeError) as error:
         raise ProtocolError(f"the request lacks {error}") from None
 
@@ -128,7 +129,8 @@ def ask(paths: Paths, request: dict[str, Any]) -> dict[str, Any]:
 def reserve(request: dict[str, Any]) -> None:
     """Start the training's agent, or find it alive; answers with its `Reservation`."""
     wanted = ReserveRequest.from_json(request)
-    paths = Paths(os.path.expanduser(wanted.workdir), TrainingId.parse(wanted.training), wanted.host)
+    training = TrainingId.parse(wanted.training)
+    paths = Paths(check_place(wanted.host, wanted.workdir), training, wanted.host)
     until = time.monotonic() + RESERVE_SECS
     while True:
         try:
@@ -519,10 +521,14 @@ COMMANDS: dict[str, Callable[[dict[str, Any]], Optional[dict[str, Any]]]] = {
 
 def main(name: str) -> int:
     """Run one command; what it refuses is an `error` line and exit code 1."""
+    if name != "reserve":  # whose agent gives its TF tasks the login's own
+        os.umask(0o077)
     try:
         request = load(_first_line() or "{}")
         if not isinstance(request, dict):
             raise ProtocolError("an object is needed on standard input")
+        if name != "preflight":  # which has it among its faults
+            check_run_dir()
         if name == "put":
             say(put(request, sys.stdin.buffer))
         else:

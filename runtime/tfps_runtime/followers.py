@@ -6,13 +6,12 @@ nothing for too long is dropped (it comes back and resumes).
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Iterable
 from typing import Any, Callable, Optional
 
-from tfps_runtime.protocol import BEAT_SECS, MAX_LINE, Kind, ProtocolError, dump, load
+from tfps_runtime.protocol import BEAT_SECS, MAX_LINE, Kind, ProtocolError, RefusedError, dump, load
 from tfps_runtime.tails import LogFile
 
 MAX_BUFFER = 16 * 1024 * 1024
@@ -45,7 +44,7 @@ class Connection:
         return len(self._out)
 
     def receive(self) -> list[Any]:
-        """Messages that have arrived whole; closes at end of file and at nonsense."""
+        """Messages that have arrived whole; nonsense is refused. Closes at end of file and at a line without end."""
         try:
             data = self.sock.recv(65536)
         except BlockingIOError:
@@ -62,8 +61,10 @@ class Connection:
             return []
         messages = []
         for line in lines:
-            with contextlib.suppress(ProtocolError):
+            try:
                 messages.append(load(line.decode("utf-8", "replace")))
+            except ProtocolError as error:
+                self.say(RefusedError("bad_request", str(error)).to_json())
         return messages
 
     def say(self, message: dict[str, Any]) -> None:
@@ -197,6 +198,6 @@ def integer(value: Any, default: Optional[int] = None) -> int:
     """A non-negative integer out of a message. Raises ProtocolError."""
     if value is None and default is not None:
         return default
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     raise ProtocolError(f"not a non-negative integer: {str(value)[:40]}")

@@ -20,23 +20,23 @@ class ProtocolError(ValueError):
     """Data from the other side, or from a file, does not have the form that this module describes."""
 
 
-def _check(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind` (a subset of typing's forms), or ProtocolError naming the place."""
+def check(value: Any, kind: Any, where: str) -> Any:
+    """`value` as `kind` (a subset of typing's forms). Raises ProtocolError naming the place."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
     if origin is typing.Union:
         if value is None and type(None) in arguments:
             return None
-        return _check(value, next(a for a in arguments if a is not type(None)), where)
+        return check(value, next(a for a in arguments if a is not type(None)), where)
     if origin in (tuple, list):
         if not isinstance(value, (list, tuple)):
             raise ProtocolError(f"{where}: a list is needed")
-        return origin(_check(v, arguments[0], f"{where}[{i}]") for i, v in enumerate(value))
+        return origin(check(v, arguments[0], f"{where}[{i}]") for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
             raise ProtocolError(f"{where}: an object is needed")
-        return {k: _check(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
+        return {k: check(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
     if isinstance(kind, type):
         if issubclass(kind, Message):
             return kind.from_json(value, where)
@@ -51,6 +51,10 @@ def _check(value: Any, kind: Any, where: str) -> Any:
             except OverflowError:
                 raise ProtocolError(f"{where}: too large a number") from None
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+            if (
+                isinstance(value, int) and not -(2**63) <= value < 2**63
+            ):  # its digits alone could fill an XCom
+                raise ProtocolError(f"{where}: too large a number")
             return value
     raise ProtocolError(f"{where}: {getattr(kind, '__name__', kind)} is needed, not {type(value).__name__}")
 
@@ -77,7 +81,7 @@ class Message:
         values = {}
         for f in dataclasses.fields(cls):  # type: ignore[arg-type]
             if f.name in data:
-                values[f.name] = _check(data[f.name], hints[f.name], f"{where}.{f.name}")
+                values[f.name] = check(data[f.name], hints[f.name], f"{where}.{f.name}")
             elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
                 raise ProtocolError(f"{where}: {f.name!r} is missing")
         return cls(**values)
@@ -114,6 +118,9 @@ def _plain(value: Any) -> Any:
 MAX_LINE = 4 * 1024 * 1024
 """Bytes of one line on the wire; a longer one is an error of the sender."""
 
+MAX_DEPTH = 64
+"""Levels of lists and objects in one line; what is nested deeper could be read here and nowhere else."""
+
 
 def dump(data: Any) -> str:
     """One line of JSON, without the newline."""
@@ -121,13 +128,28 @@ def dump(data: Any) -> str:
 
 
 def load(text: str) -> Any:
-    """Parse one line of JSON that the other side wrote. Raises ProtocolError, for NaN and infinite numbers too."""
+    """Parse one line of JSON that the other side wrote.
+
+    Raises ProtocolError: for NaN and infinite numbers, and for more than MAX_LINE or MAX_DEPTH, too.
+    """
     if len(text) > MAX_LINE:
         raise ProtocolError(f"a line of {len(text)} characters")
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+        data = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {text[:80]!r} ({error})") from None
+    level, depth = [data], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ProtocolError(f"lists and objects nested more than {MAX_DEPTH} deep: {text[:80]!r}")
+        level = [
+            inner
+            for item in level
+            if isinstance(item, (dict, list))
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        depth += 1
+    return data
 
 
 def _finite(text: str) -> float:

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from typing import Any, Optional
@@ -26,7 +27,10 @@ BUILDS = ("cpu", "gpu", "rocm", "intel")
 
 
 def preflight(request: dict[str, Any]) -> dict[str, Any]:
-    """What the host has, and what it lacks; with `sweep`, what was removed. Touches nothing but its own folders."""
+    """What the host has, and what it lacks; with `sweep`, what was removed. Touches nothing but its own folders.
+
+    `public` is which addresses behind the host's `address` are open to the internet.
+    """
     workdir = os.path.expanduser(str(request.get("workdir", "~/.tfps")))
     faults = []
     swept: Optional[dict[str, Any]] = None
@@ -37,6 +41,11 @@ def preflight(request: dict[str, Any]) -> dict[str, Any]:
             swept = _swept(request["sweep"])
         if not os.access(workdir, os.W_OK | os.X_OK):
             faults.append(f"workdir {workdir} is not writable")
+        status = os.stat(workdir)
+        if status.st_uid != os.getuid():
+            faults.append(f"workdir {workdir} belongs to another user, who could change programs in it")
+        elif status.st_mode & 0o002:
+            faults.append(f"workdir {workdir} can be written by everybody; run chmod o-w on it")
         free = shutil.disk_usage(workdir).free
     except OSError as error:
         faults.append(f"workdir {workdir}: {error.strerror}")
@@ -70,11 +79,26 @@ def preflight(request: dict[str, Any]) -> dict[str, Any]:
         "time": time.time(),
         "gpus": gpus,
         "proxies": sorted(PROXY_VARIABLES & set(os.environ)),
+        "public": public_addresses(str(request.get("address", ""))),
         "trainings": [record.training for _, record in living()],
         "versions": {str(name): version(str(name)) for name in request.get("versions", [])},
         "swept": swept,
         "faults": faults,
     }
+
+
+def public_addresses(address: str) -> list[str]:
+    """Of the IP addresses that `address` (one, or a name) stands for here, those that the whole internet sees."""
+    if not address:
+        return []
+    import ipaddress  # of no use to other commands
+
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # what cannot be resolved is for `ready` to find out
+        return []
+    addresses = {str(sockaddr[0]).partition("%")[0] for *_, sockaddr in found}
+    return sorted(a for a in addresses if ipaddress.ip_address(a).is_global)
 
 
 def version(module: str) -> Optional[str]:

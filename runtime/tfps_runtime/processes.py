@@ -65,10 +65,16 @@ class _Process:
 class Processes:
     """Starts, signals and reaps. Every method returns at once."""
 
-    def __init__(self, preload: Sequence[str], env: dict[str, str], *, warm: bool, output: int) -> None:
-        """`output`: descriptor for what the nursery writes to its standard output and error."""
+    def __init__(
+        self, preload: Sequence[str], env: dict[str, str], *, warm: bool, output: int, umask: int = -1
+    ) -> None:
+        """`output`: descriptor for what the nursery writes to its standard output and error.
+
+        `umask`: of the TF tasks; -1 is this process's own.
+        """
         self._preload = list(preload)
         self._output = output
+        self._umask = umask
         self._env = clean_environment(env)
         location = runtime_location()
         self._env["PYTHONPATH"] = os.pathsep.join(p for p in (location, self._env.get("PYTHONPATH")) if p)
@@ -99,6 +105,7 @@ class Processes:
             stderr=self._output,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
+            umask=self._umask,
         )
         theirs.close()
         ours.setblocking(False)
@@ -127,6 +134,7 @@ class Processes:
             argv,
             env=env,
             stdin=subprocess.DEVNULL,
+            umask=self._umask,
             preexec_fn=lambda: enter(launch, me),  # noqa: PLW1509  the agent has one thread
         )
         process.returncode = 0  # reaped by `reap`, not by subprocess

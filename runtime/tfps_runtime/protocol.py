@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from tfps_runtime.message import (
+    MAX_DEPTH as MAX_DEPTH,
     MAX_LINE as MAX_LINE,
     Message as Message,
     ProtocolError as ProtocolError,
+    check as check,
     dump as dump,
     load as load,
 )
@@ -77,6 +79,8 @@ class Task:
 ROLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _TASK = re.compile(r"([a-z][a-z0-9_]{0,31}):(0|[1-9][0-9]{0,5})\Z")
 _INCARNATION = re.compile(r"[0-9a-f]{8}\Z")
+_NOT_IN_KEY = re.compile("[#\n\0\ud800-\udfff]")
+_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 
 
 def training_key(dag_id: str, run_id: str, group_id: str, map_index: int = -1) -> str:
@@ -110,8 +114,10 @@ class TrainingId:
     incarnation: str
 
     def __post_init__(self) -> None:
-        if not self.key or len(self.key) > 1000 or "\n" in self.key or "#" in self.key:
-            raise ProtocolError(f"not a training key: {self.key[:80]!r}")
+        if not self.key or len(self.key) > 1000 or _NOT_IN_KEY.search(self.key):
+            raise ProtocolError(
+                f"not a training key: {self.key[:80]!r} (at most 1000 characters, no line breaks, no #)"
+            )
         if not _INCARNATION.match(self.incarnation):
             raise ProtocolError(f"not an incarnation (8 hex digits): {self.incarnation[:80]!r}")
 
@@ -125,6 +131,25 @@ class TrainingId:
             raise ProtocolError(f"not a training: {str(text)[:80]!r} (written key#incarnation)")
         key, _, incarnation = text.rpartition("#")
         return cls(key, incarnation)
+
+
+def check_place(host: str, workdir: str) -> str:
+    """The workdir with `~` replaced, of a request for `host`: both become parts of paths. Raises ProtocolError."""
+    if not _HOST_NAME.match(host):
+        raise ProtocolError(f"not the name of a host: {host[:80]!r}")
+    path = os.path.expanduser(workdir)
+    if not os.path.isabs(path) or "\0" in path or not is_text(path):
+        raise ProtocolError(f"not an absolute path: {workdir[:80]!r}")
+    return path
+
+
+def is_text(value: str) -> bool:
+    """Whether a string out of JSON can be written down: it may hold halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # --- places on a host ---------------------------------------------------------------------------------------------

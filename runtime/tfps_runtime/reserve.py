@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import stat
 import struct
@@ -20,6 +21,7 @@ from typing import Optional
 
 from tfps_runtime.protocol import OWNER_FILE, LockRecord, Owner, Paths, ProtocolError, RefusedError, run_dir
 
+_LOCK_PATH = re.compile(re.escape(run_dir(0))[:-1] + r"[0-9]+/[0-9a-f]{12}\.lock\Z")
 MAX_USED_MIB = 300
 """A GPU with more memory in use belongs to somebody."""
 
@@ -29,18 +31,33 @@ def ensure_run_dir() -> str:
     path = run_dir()
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
+    check_run_dir()
+    return path
+
+
+def check_run_dir() -> None:
+    """Refuse the host-local directory if another user prepared it; its absence is fine.
+
+    Before anything in it is believed: whoever owns it could put a socket there and be sent a job's secrets. One of our
+    own that others may use is made private.
+    """
+    path = run_dir()
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise RefusedError("workdir", f"{path} is not a directory of this user; remove it and try again")
     if stat.S_IMODE(found.st_mode) != 0o700:
         os.chmod(path, 0o700)
-    return path
 
 
 def write_file(path: str, text: str) -> None:
     """Write a small file that appears whole or not at all, readable by its owner only."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary = (
+        f"{path}.{os.urandom(4).hex()}.tmp"  # others may write to a checkpoint directory: no name to guess
+    )
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(text.encode())
@@ -109,6 +126,11 @@ def is_held(path: str) -> bool:
     finally:
         os.close(fd)
     return bool(found[0] != fcntl.F_UNLCK)
+
+
+def is_lock_path(path: str) -> bool:
+    """Whether `path` is where an agent of some user has its lock: a file may say anything, and this one is opened."""
+    return _LOCK_PATH.match(path) is not None
 
 
 def read_lock(path: str) -> Optional[LockRecord]:
@@ -249,6 +271,8 @@ def list_gpus(timeout: float = 20.0) -> list[Gpu]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout, check=False)
     except FileNotFoundError:
         return []
+    except OSError as error:  # a folder of the PATH that the user may not enter, too
+        raise RefusedError("gpu", f"nvidia-smi: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise RefusedError(
             "gpu", f"nvidia-smi did not answer within {timeout:.0f} s", transient=True
@@ -319,11 +343,13 @@ def hold_gpus(wanted: dict[str, int]) -> tuple[dict[str, list[int]], list[GpuLoc
 
 
 def read_owner(directory: str) -> Optional[Owner]:
+    """What the directory's owner file says; None when it is absent, damaged, or names no lock of an agent."""
     try:
         with open(os.path.join(directory, OWNER_FILE), encoding="utf-8") as file:
-            return Owner.loads(file.read(65536))
+            owner = Owner.loads(file.read(65536))
     except (OSError, ProtocolError, UnicodeDecodeError):
         return None
+    return owner if is_lock_path(owner.lock) else None
 
 
 def write_owner(directory: str, owner: Owner) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from typing import Any, BinaryIO
 
 from tfps_runtime.followers import integer
-from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path
+from tfps_runtime.protocol import ProtocolError, RefusedError, blob_path, is_text
 
 _HASH = re.compile(r"[0-9a-f]{16,64}\Z")
 
@@ -27,10 +27,21 @@ def put(request: dict[str, Any], content: BinaryIO) -> dict[str, Any]:
     arrives is not what `sha256` says.
     """
     workdir = os.path.expanduser(str(request["workdir"]))
+    if not os.path.isabs(workdir):
+        raise ProtocolError(f"not an absolute path: {workdir[:80]!r}")
     name, expected, size = str(request["name"]), str(request["sha256"]), integer(request.get("size"))
-    if not _HASH.match(expected) or name in ("", ".", "..") or "/" in name or "\0" in name:
+    if (
+        not _HASH.match(expected)
+        or name in ("", ".", "..")
+        or "/" in name
+        or "\0" in name
+        or not is_text(name)
+    ):
         raise ProtocolError(f"not a blob: {expected[:80]!r} {name[:80]!r}")
     target = blob_path(workdir, expected, name)
+    for place in (os.path.dirname(target), target):
+        if os.path.islink(place):
+            raise RefusedError("workdir", f"{place} is a symbolic link, which no upload makes; remove it")
     if request.get("only_ask"):
         note_use(os.path.dirname(target))
         return {"type": "blob", "path": target, "is_there": os.path.exists(target)}

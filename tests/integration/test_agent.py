@@ -450,9 +450,11 @@ def test_reserving_from_many_sides_at_once_starts_one_agent(training):
         assert process.returncode == 0, (out, err)
         answers.append(json.loads(out))
     assert all(answer == answers[0] for answer in answers)
-    assert (
-        len([p for p in training.host.marked() if b"agent" in Path(f"/proc/{p}/cmdline").read_bytes()]) == 1
-    )
+
+    def agents() -> list[int]:  # one that came second may still be on its way out
+        return [p for p in training.host.marked() if b"agent" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+    wait_until(lambda: len(agents()) == 1, "one agent")
 
 
 def test_two_trainings_never_share_a_port(host):
@@ -1408,7 +1410,7 @@ def test_asking_for_stacks_kills_nobody(training, kind):
     pid = wait_until(lambda: training.task("worker:0").get("pid"), "it has a process")
     for _ in range(20):
         training.tell("dump")
-    assert training.event("worker:0", "RUNNING")["pid"] == pid
+    assert wait_until(lambda: training.event("worker:0", "RUNNING"), "it runs")["pid"] == pid
     assert is_running(pid)
 
 

@@ -146,6 +146,16 @@ def test_large_output_on_both_pipes_and_unread_input_do_not_block(transport):
     assert (done.returncode, len(done.stdout), len(done.stderr)) == (7, 5_000_000, 5_000_000)
 
 
+@pytest.mark.parametrize("pipe", ["", " >&2"])
+def test_endless_output_is_an_error_and_not_a_full_memory(open_, host, define, pipe):
+    """A host that never stops sending is cut off; the connection stays usable."""
+    with open_(define(host)) as transport:
+        with pytest.raises(CommandError, match="more than 67108864 bytes") as caught:
+            transport.run(["sh", "-c", f"cat /dev/zero{pipe}"], timeout=120)
+        assert caught.value.code == "protocol"
+        assert transport.run(["echo", "still there"]).stdout == b"still there\n"
+
+
 def test_silent_command_is_given_up_and_the_connection_stays(transport):
     """`timeout` bounds a command, says which host did not answer, and leaves the connection usable."""
     with pytest.raises(

@@ -43,7 +43,7 @@ from airflow_tfps.ssh.dial import dial, dial_async
 from airflow_tfps.ssh.wire import DroppedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PYTHON = sys.executable
 LOCAL = Endpoint(host="here", ssh_conn_id="local")
@@ -336,39 +336,80 @@ def test_what_a_failing_proxy_says_is_in_the_message(open_, host, define, user_h
         open_(define(host, host_proxy_cmd="no-such-proxy %h"))
 
 
-def test_jump_host_of_the_ssh_configuration(
-    open_, demo_host, sshd_host, define, user_home, tmp_path, monkeypatch
-):
-    """ProxyJump works as in OpenSSH: through its own client, with that client's configuration for the jump host."""
-    config = user_home / ".ssh" / "config"
-    known = tmp_path / "known"
-    known.write_text(f"[127.0.0.1]:{demo_host.port} {demo_host.host_key}\n")
-    config.write_text(
-        f"""
-        Host 127.0.0.1
-          ProxyJump bastion
-        Host bastion
-          HostName 127.0.0.1
-          Port {demo_host.port}
-          User {demo_host.login}
-          IdentityFile {demo_host.key_file}
-          UserKnownHostsFile {known}
-          StrictHostKeyChecking yes
-          ProxyJump none
-        """
-    )
-    # ssh takes the home directory from the password database; only a wrapper can make it read our file.
-    wrapper = tmp_path / "bin" / "ssh"
-    wrapper.parent.mkdir()
-    wrapper.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\nexec {shutil.which("ssh")} -F {config} "$@"\n'
-    )
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+@pytest.fixture
+def jump(demo_host, user_home, tmp_path, monkeypatch) -> Callable[..., Path]:
+    """Write a ~/.ssh/config with `jump` as ProxyJump and the demo host as bastion; the file with ssh's arguments."""
+
+    def configure(jump: str, host_key: str, strict: str = "yes") -> Path:
+        known = tmp_path / "known"
+        known.write_text(f"[127.0.0.1]:{demo_host.port} {host_key}\n" if host_key else "")
+        config = user_home / ".ssh" / "config"
+        config.write_text(
+            f"""
+            Host 127.0.0.1
+              ProxyJump {jump}
+            Host bastion bastion-?
+              HostName 127.0.0.1
+              Port {demo_host.port}
+              User {demo_host.login}
+              IdentityFile {demo_host.key_file}
+              UserKnownHostsFile {known}
+              StrictHostKeyChecking {strict}
+              ProxyJump none
+            """
+        )
+        # ssh takes the home directory from the password database; only a wrapper can make it read our file.
+        wrapper = tmp_path / "bin" / "ssh"
+        wrapper.parent.mkdir(exist_ok=True)
+        wrapper.write_text(
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\nexec {shutil.which("ssh")} -F {config} "$@"\n'
+        )
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+        return tmp_path / "ran"
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("hops", "options"),
+    [
+        ("bastion", "-W [127.0.0.1]:{port} ssh://bastion"),
+        ("bastion-1,bastion-2", "-W [127.0.0.1]:{port} ssh://bastion-2"),
+        ("ssh://bastion-1, bastion-2 ,bastion", "-W [127.0.0.1]:{port} ssh://bastion"),
+    ],
+)
+def test_jump_hosts_of_the_ssh_configuration(open_, demo_host, sshd_host, define, jump, hops, options):
+    """ProxyJump works as in OpenSSH: through its own client, with that client's configuration for the jump hosts."""
+    ran = jump(hops, demo_host.host_key)
     with open_(define(sshd_host)) as transport:
         parent = transport.run(["sh", "-c", "echo $SSH_CONNECTION"]).stdout.decode().split()
     assert parent[3] == str(sshd_host.port)
-    assert f"-W [127.0.0.1]:{sshd_host.port} ssh://bastion" in (tmp_path / "ran").read_text()
+    assert options.format(port=sshd_host.port) in ran.read_text()
+    assert len(ran.read_text().splitlines()) == hops.count(",") + 1
+
+
+@pytest.mark.parametrize("hops", ["bastion", "bastion-1,bastion-2"])
+@pytest.mark.parametrize("strict", ["yes", "no", "accept-new"])
+@pytest.mark.parametrize("known", ["unknown", "changed"])
+def test_the_host_key_of_a_jump_host_is_verified(
+    open_, demo_host, sshd_host, define, jump, hops, strict, known
+):
+    """Also where the configuration would let it pass; and of the first of several, too."""
+    ran = jump(hops, "" if known == "unknown" else sshd_host.host_key, strict)
+    with pytest.raises(HostUnreachableError, match="Host key verification failed"):
+        open_(define(sshd_host))
+    assert len(ran.read_text().splitlines()) >= hops.count(",") + 1
+
+
+@pytest.mark.parametrize("known", ["unknown", "changed"])
+def test_the_host_key_behind_a_jump_host_is_verified(
+    open_, demo_host, sshd_host, define, jump, tmp_path, known
+):
+    """A jump host sees nothing and can put nobody in the host's place."""
+    jump("bastion", demo_host.host_key)
+    with pytest.raises(HostKeyError):
+        open_(define(sshd_host, host_key=None if known == "unknown" else demo_host.host_key))
 
 
 # --- many hosts --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tfps_runtime.uploads import put
 
 from airflow_tfps import deploy, remote
 from airflow_tfps.deploy import INSTALL, Blob, blob, blobs_of, build_runtime
+from airflow_tfps.errors import SpecError
 from airflow_tfps.inventory import HostSpec
 from airflow_tfps.spec import JobSpec
 
@@ -388,6 +389,72 @@ def test_an_archive_stays_in_its_folder(tmp_path, kind):
     assert left_over(workdir) == []
     assert not list(tmp_path.rglob("*evil*"))
     assert not Path("/tmp/tfps-evil").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "tar"])
+@pytest.mark.parametrize("place", ["folder", "blob", "dangling"])
+def test_a_link_in_the_place_of_an_upload_is_refused(tmp_path, kind, place):
+    """What runs is what was sent: nothing is taken from, or written to, where a link leads."""
+    content = b"print(1)" if kind == "file" else good_tar()
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    workdir, elsewhere = tmp_path / "w", tmp_path / "elsewhere"
+    (workdir / "blobs").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "x.py").write_text("evil")
+    if place == "folder":
+        (workdir / "blobs" / digest).symlink_to(elsewhere)
+    else:
+        (workdir / "blobs" / digest).mkdir()
+        target = elsewhere / ("x.py" if place == "blob" else "nothing")
+        (workdir / "blobs" / digest / "x.py").symlink_to(target)
+    request = {"workdir": str(workdir), "name": "x.py", "sha256": digest, "size": len(content), "kind": kind}
+    for more in ({"only_ask": True}, {}):
+        with pytest.raises(RefusedError, match="is a symbolic link, which no upload makes") as caught:
+            put({**request, **more}, io.BytesIO(content))
+        assert caught.value.code == "workdir"
+    assert sorted(p.name for p in elsewhere.iterdir()) == ["x.py"]
+    assert (elsewhere / "x.py").read_text() == "evil"
+    assert not list(workdir.rglob("*.tmp"))
+
+
+def good_tar() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"), io.BytesIO())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "from a folder below"])
+def test_a_link_out_of_an_uploaded_folder_is_refused(tmp_path, kind):
+    """It would bring what nobody named: a key of the worker's user, say. A link inside, and one that is named, is fine."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "id_ed25519").write_text("the key")
+    folder = tmp_path / "job" / "package"
+    (folder / "below").mkdir(parents=True)
+    (folder / "real.py").write_text("x = 1")
+    (folder / "below" / "inside.py").symlink_to("../real.py")
+    (tmp_path / "job" / "train.py").write_text("import package")
+    (tmp_path / "job" / "linked.py").symlink_to(tmp_path / "secret" / "id_ed25519")
+    found = blob(
+        "script", str(tmp_path / "job" / "train.py"), (str(folder), str(tmp_path / "job" / "linked.py"))
+    )
+    with tarfile.open(fileobj=io.BytesIO(found.content())) as archive:
+        names = archive.getnames()
+    assert set(names) == {"train.py", "package/real.py", "package/below/inside.py", "linked.py"}
+    place = folder / "below" if kind == "from a folder below" else folder
+    target = tmp_path / "secret" / ("" if kind == "folder" else "id_ed25519")
+    (place / "innocent").symlink_to(target)
+    if kind == "folder":  # is not followed, whatever Python does
+        with tarfile.open(fileobj=io.BytesIO(blob("inputs.x", str(folder)).content())) as archive:
+            names = archive.getnames()
+        assert not [n for n in names if "id_ed25519" in n]
+        return
+    for key, path, beside in (
+        ("script", tmp_path / "job" / "train.py", (str(folder),)),
+        ("inputs.x", folder, ()),
+    ):
+        with pytest.raises(SpecError, match=r"innocent is a symbolic link to .*id_ed25519, outside of"):
+            blob(key, str(path), beside)
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive at all", evil("parent")[:100], b"\0" * 300])

@@ -268,6 +268,7 @@ def _evaluate(context: TaskContext, program: Program, checkpoint: str) -> dict[s
 
 def _write(path: str, result: Result) -> None:
     temporary = Path(f"{path}.{os.getpid()}")
+    temporary.touch(0o600)
     temporary.write_text(result.dumps() + "\n", encoding="utf-8")
     temporary.replace(path)
 
