@@ -1,7 +1,7 @@
 """Checkpoints as TensorFlow lays them out, without TensorFlow: tables with prefixes, checksums, several blocks.
 
-    save(directory, 1200)               # data, index, state, each by rename, in TensorFlow's order
-    index({"w": (0, 0, 200)})           # the bytes of an index: name -> shard, offset, size
+save(directory, 1200)               # data, index, state, each by rename, in TensorFlow's order
+index({"w": (0, 0, 200)})           # the bytes of an index: name -> shard, offset, size
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def table(rows: list[tuple[bytes, bytes]], rows_per_block: int = 3) -> bytes:
         handles.append((chunk[-1][0], varint(len(data)) + varint(len(written) - 5)))
         data += written
     meta, blocks = block([]), block(handles)
-    footer = varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(blocks) - 5)
+    footer = (
+        varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(blocks) - 5)
+    )
     return data + meta + blocks + footer.ljust(40, b"\0") + struct.pack("<Q", TABLE_MAGIC)
 
 
@@ -61,7 +63,9 @@ def header(shards: int = 1, *, is_big_endian: bool = False) -> bytes:
     return field(1, shards) + field(2, int(is_big_endian)) + message(3, field(1, 1))
 
 
-def entry(shard: int, offset: int, size: int, *, dtype: int = 4, shape: tuple[int, ...] | None = None) -> bytes:
+def entry(
+    shard: int, offset: int, size: int, *, dtype: int = 4, shape: tuple[int, ...] | None = None
+) -> bytes:
     """A BundleEntryProto: by default of bytes (uint8)."""
     dimensions = b"".join(message(2, field(1, n)) for n in ((size,) if shape is None else shape))
     return (

@@ -4,8 +4,8 @@
     index.tensors["w"].shape, index.needed_bytes(), index.global_step()
 
 A checkpoint (format V2) is `<prefix>.index` and `<prefix>.data-00000-of-00001`, …. The index is a table (`table`) whose
-values are protocol buffers (tensorflow/core/protobuf/tensor_bundle.proto): BundleHeaderProto under the empty key, first,
-with num_shards (1), endianness (2: 0 little, 1 big) and version (3: producer (1), min_consumer (2)); and under each
+values are protocol buffers (tensorflow/core/protobuf/tensor_bundle.proto): under the empty key BundleHeaderProto
+with num_shards (1), endianness (2: 0 little, 1 big), version (3: producer (1), min_consumer (2)); under each
 tensor's name a BundleEntryProto with dtype (1), shape (2), shard_id (3), offset (4), size (5), crc32c (6, fixed32) and,
 for a variable in parts, slices (7). Fields with the value 0 are not written.
 
@@ -16,10 +16,12 @@ numbers of DataType (tensorflow/core/framework/types.proto).
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from tfps_runtime.checkpoint import table
 from tfps_runtime.checkpoint.errors import CheckpointError
@@ -27,19 +29,49 @@ from tfps_runtime.checkpoint.slices import FULL, Extent, slice_key
 from tfps_runtime.checkpoint.table import varint
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
-MAX_TENSORS = 500_000
+MAX_ENTRY_BYTES = 1024 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024
 MAX_SHARDS = 100_000
+MAX_DIMENSIONS = 254
+"""TensorShape::MaxDimensions."""
 BUNDLE_VERSION = 1
 """kTensorBundleVersion; an index says which is the oldest reader that it is for."""
 
-DTYPES = dict(
-    enumerate(
-        "float32 float64 int32 uint8 int16 int8 string complex64 int64 bool qint8 quint8 qint32 bfloat16 qint16 "
-        "quint16 uint16 complex128 float16 resource variant uint32 uint64 float8_e5m2 float8_e4m3fn "
-        "float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2fnuz int4 uint4 int2 uint2".split(),
-        1,
-    )
-)
+DTYPES = {
+    1: "float32",
+    2: "float64",
+    3: "int32",
+    4: "uint8",
+    5: "int16",
+    6: "int8",
+    7: "string",
+    8: "complex64",
+    9: "int64",
+    10: "bool",
+    11: "qint8",
+    12: "quint8",
+    13: "qint32",
+    14: "bfloat16",
+    15: "qint16",
+    16: "quint16",
+    17: "uint16",
+    18: "complex128",
+    19: "float16",
+    20: "resource",
+    21: "variant",
+    22: "uint32",
+    23: "uint64",
+    24: "float8_e5m2",
+    25: "float8_e4m3fn",
+    26: "float8_e4m3fnuz",
+    27: "float8_e4m3b11fnuz",
+    28: "float8_e5m2fnuz",
+    29: "int4",
+    30: "uint4",
+    31: "int2",
+    32: "uint2",
+    33: "float4_e2m1fn",
+}
 _ITEM_BYTES = {
     **dict.fromkeys(("uint8", "int8", "bool", "qint8", "quint8"), 1),
     **dict.fromkeys(("int16", "uint16", "qint16", "quint16", "bfloat16", "float16"), 2),
@@ -49,8 +81,7 @@ _ITEM_BYTES = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A slice of a variable in parts, and where it lies."""
 
     extents: tuple[Extent, ...]
@@ -60,8 +91,7 @@ class Part:
     crc32c: int
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor of a checkpoint. Of a variable in `parts`, `size` is the sum, and there is no place of its own."""
 
     name: str
@@ -74,6 +104,13 @@ class Tensor:
     crc32c: int
     """Masked, as it is stored; of its bytes (of strings see `verify`)."""
     parts: tuple[Part, ...] = ()
+
+
+_PLACE = re.compile(
+    rb"(?:\x18([\x80-\xff]{0,7}[\0-\x7f]))?(?:\x20([\x80-\xff]{0,7}[\0-\x7f]))?(?:\x28([\x80-\xff]{0,7}[\0-\x7f]))?"
+    rb"\x35(.{4})\Z",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +140,11 @@ class Index:
         Raises CheckpointError when the shard lacks them.
         """
         tensor = self.tensors.get(name)
-        if tensor is None or tensor.shape != () or (tensor.dtype, tensor.size) not in (("int64", 8), ("int32", 4)):
+        if (
+            tensor is None
+            or tensor.shape != ()
+            or (tensor.dtype, tensor.size) not in (("int64", 8), ("int32", 4))
+        ):
             return None
         data = read_bytes(self, tensor)
         return int.from_bytes(data, "big" if self.is_big_endian else "little", signed=True)
@@ -155,29 +196,27 @@ def parse_index(data: bytes, prefix: str = "") -> Index:
     tensors: dict[str, Tensor] = {}
     cut: list[tuple[str, str, tuple[int, ...], list[bytes]]] = []
     stored: dict[bytes, Part] = {}
-    for count, (key, value) in enumerate(rows):
-        if count >= MAX_TENSORS:
-            raise CheckpointError(f"more than {MAX_TENSORS} tensors")
-        number, shape, shard, offset, size, crc, slices = _entry(value)
+    for key, value in rows:
+        number, described, shard, offset, size, crc, slices = _entry(value)
         if shard >= shards:
             raise CheckpointError(f"shard {shard} is not in the header")
         if key[:1] == b"\0":
             stored[key] = Part((), shard, offset, size, crc)
             continue
         name = key.decode("utf-8", "surrogateescape")
-        dtype = DTYPES.get(number if number < 100 else number - 100) or f"dtype {number}"
-        dimensions = _shape(shape)
+        dtype, shape, whole = _kind(number, described)
         if slices:
-            cut.append((name, dtype, dimensions, slices))
+            cut.append((name, dtype, shape, slices))
             continue
-        tensors[name] = Tensor(name, dtype, dimensions, shard, offset, size, crc)
-        items = _ITEM_BYTES.get(dtype)
-        if items is not None and size != items * _count(dimensions):
-            raise CheckpointError(f"{name}: {size} bytes do not make a tensor of shape {dimensions}")
-    for name, dtype, dimensions, slices in cut:
+        if size != whole and whole is not None:
+            raise CheckpointError(f"{name}: {size} bytes do not make a tensor of shape {shape}")
+        tensors[name] = Tensor(name, dtype, shape, shard, offset, size, crc)
+    if sum(len(slices) for _, _, _, slices in cut) > len(stored):
+        raise CheckpointError("a slice is missing")
+    for name, dtype, shape, slices in cut:
         parts = tuple(_part(name, piece, stored) for piece in slices)
         size = sum(part.size for part in parts)
-        tensors[name] = Tensor(name, dtype, dimensions, 0, 0, size, 0, parts)
+        tensors[name] = Tensor(name, dtype, shape, 0, 0, size, 0, parts)
     return Index(prefix, shards, is_big_endian, tensors)
 
 
@@ -213,6 +252,32 @@ def _header(message: bytes) -> tuple[int, bool]:
 
 def _entry(message: bytes) -> tuple[int, bytes, int, int, int, int, list[bytes]]:
     """dtype, shape, shard, offset, size, CRC, slices of a BundleEntryProto. Raises CheckpointError."""
+    # Nearly all are written in this order, with a dtype and a shape of less than 128 bytes.
+    if (
+        message[:1] == b"\x08"
+        and message[2:3] == b"\x12"
+        and len(message) > 4
+        and 0 < message[1] < 128 > message[3]
+    ):
+        shape_end = 4 + message[3]
+        found = _PLACE.match(message, shape_end)
+        if found is not None:
+            shard, offset, size, crc = found.groups(b"\0")
+            return (
+                message[1],
+                message[4:shape_end],
+                shard[0] if len(shard) == 1 else varint(shard, 0)[0],
+                offset[0] if len(offset) == 1 else varint(offset, 0)[0],
+                size[0] if len(size) == 1 else varint(size, 0)[0],
+                int.from_bytes(crc, "little"),
+                [],
+            )
+    return _any_entry(message)
+
+
+def _any_entry(message: bytes) -> tuple[int, bytes, int, int, int, int, list[bytes]]:
+    if len(message) > MAX_ENTRY_BYTES:
+        raise CheckpointError("an entry is larger than any")
     number = shard = offset = size = crc = 0
     shape, slices = b"", []
     at, end = 0, len(message)
@@ -254,24 +319,20 @@ def _entry(message: bytes) -> tuple[int, bytes, int, int, int, int, list[bytes]]
 
 
 @functools.lru_cache(maxsize=1024)
-def _shape(message: bytes) -> tuple[int, ...]:
+def _kind(number: int, shape: bytes) -> tuple[str, tuple[int, ...], Optional[int]]:
+    """dtype, shape, and bytes of such a tensor where the dtype's items are all of one size."""
+    dtype = DTYPES.get(number, f"dtype {number}")
     dimensions = []
-    for tag, value in _fields(message):
+    for tag, value in _fields(shape):
         if tag == 18 and isinstance(value, bytes):
             size = _signed(dict(_fields(value)).get(8, 0))
             if size < 0:
                 raise CheckpointError("a dimension has no size")
             dimensions.append(size)
-    if len(dimensions) > 254:  # TensorShape::MaxDimensions
+    if len(dimensions) > MAX_DIMENSIONS:
         raise CheckpointError(f"{len(dimensions)} dimensions")
-    return tuple(dimensions)
-
-
-def _count(dimensions: tuple[int, ...]) -> int:
-    count = 1
-    for size in dimensions:
-        count *= size
-    return count
+    item = _ITEM_BYTES.get(dtype)
+    return dtype, tuple(dimensions), None if item is None else item * math.prod(dimensions)
 
 
 def _signed(value: Union[int, bytes]) -> int:
@@ -281,7 +342,9 @@ def _signed(value: Union[int, bytes]) -> int:
 
 
 def _fields(message: bytes) -> list[tuple[int, Union[int, bytes]]]:
-    """The fields of a protocol buffer, as (tag, number or bytes). Raises CheckpointError."""
+    """The fields of a small protocol buffer, as (tag, number or bytes). Raises CheckpointError."""
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise CheckpointError("a shape is larger than any")
     found: list[tuple[int, Union[int, bytes]]] = []
     at, end = 0, len(message)
     while at < end:

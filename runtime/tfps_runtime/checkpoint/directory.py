@@ -110,7 +110,7 @@ def complete_checkpoints(directory: str) -> list[Checkpoint]:
 
 @functools.lru_cache(maxsize=1024)
 def _needed_bytes(path: str, identity: object) -> Optional[dict[int, int]]:
-    """What the index at `path` needs: shard -> bytes. None when it is no whole index; `identity` tells versions apart."""
+    """What the index at `path` needs: shard -> bytes; None when it is no whole one. `identity` tells versions apart."""
     del identity
     try:
         return parse_index(read_limited(path)).needed_bytes()
@@ -167,7 +167,7 @@ def watch(
             after_step = max(after_step, checkpoint.global_step)
             yield checkpoint
         if fresh and after_time != float("inf"):
-            after_time = max(after_time, max(c.time for c in fresh))
+            after_time = max(after_time, *(c.time for c in fresh))
         if not fresh:
             yield None
             time.sleep(poll_secs)

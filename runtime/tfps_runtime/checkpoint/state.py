@@ -1,8 +1,8 @@
 r"""The state file `checkpoint`: which checkpoint is the newest; standard library only.
 
 A text protocol buffer CheckpointState (tensorflow/python/training/checkpoint_state.proto): a line
-`model_checkpoint_path: "model.ckpt-1200"`, one `all_model_checkpoint_paths` for each that the trainer keeps. Strings are
-escaped as in C, bytes that are no ASCII as octal numbers: `"\303\244-1"`.
+`model_checkpoint_path: "model.ckpt-1200"`, one `all_model_checkpoint_paths` for each that the trainer keeps. Strings
+are escaped as in C, bytes that are no ASCII as octal numbers: `"\303\244-1"`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ FOOTER_BYTES = 48
 TABLE_MAGIC = 0xDB4775248B80FB57
 TRAILER_BYTES = 5
 MAX_KEY_BYTES = 16 * 1024
-MAX_KEYS_BYTES = 256 * 1024 * 1024
+MAX_ENTRIES = 500_000
+MAX_KEYS_BYTES = 64 * 1024 * 1024
 """Of all keys together, written out: a few bytes of a hostile file can ask for any amount."""
 
 
@@ -42,27 +43,29 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """All keys and values of a whole table, in order. Raises CheckpointError where it is not one, perhaps after some."""
+    """All keys and values of a whole table, in order. Raises CheckpointError where it is none, perhaps after some."""
     if len(data) < FOOTER_BYTES or data[-8:] != struct.pack("<Q", TABLE_MAGIC):
         raise CheckpointError("the footer is missing: it is no table, or not all of it")
     footer = data[-FOOTER_BYTES:-8]
     _, at = _handle(footer, 0)
     index, _ = _handle(footer, at)
-    end, last, written = 0, b"", 0
+    end, last, written, count = 0, b"", 0, 0
     for _, value in _block(data, *index):
         (offset, size), _ = _handle(value, 0)
         if offset < end:
             raise CheckpointError("blocks overlap")
         end = offset + size + TRAILER_BYTES
-        for entry in _block(data, offset, size):
+        found = _block(data, offset, size)
+        for entry in found:
             key = entry[0]
             if key <= last and last:
                 raise CheckpointError("keys are out of order")
             last = key
             written += len(key)
-            if written > MAX_KEYS_BYTES:
-                raise CheckpointError("its names take more room than any model's")
-            yield entry
+        count += len(found)
+        if written > MAX_KEYS_BYTES or count > MAX_ENTRIES:
+            raise CheckpointError("it has more names than any model")
+        yield from found
 
 
 def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
@@ -71,7 +74,7 @@ def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
     return (offset, size), at
 
 
-def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+def _block(data: bytes, offset: int, size: int) -> list[tuple[bytes, bytes]]:
     end = offset + size
     if end + TRAILER_BYTES > len(data) - FOOTER_BYTES or size < 4:
         raise CheckpointError("a block lies outside the file")
@@ -81,9 +84,10 @@ def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]
     if crc32c.mask(crc32c.extend(0, data[offset : end + 1])) != stored:
         raise CheckpointError("a block's checksum is wrong")
     (restarts,) = struct.unpack_from("<I", data, end - 4)
-    block, at, end, key = data[offset:end], 0, size - 4 - 4 * restarts, b""
+    block, at, end, key, written = data[offset:end], 0, size - 4 - 4 * restarts, b"", 0
     if end < 0:
         raise CheckpointError("a block has more restart points than bytes")
+    found = []
     while at < end:
         # Nearly always each of the three fits into one byte.
         shared, unshared, length = block[at : at + 3] if at + 3 <= end else (128, 128, 128)
@@ -101,4 +105,8 @@ def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]
             raise CheckpointError("a name is longer than any variable's")
         key = key[:shared] + block[at:middle]
         at = after
-        yield key, block[middle:after]
+        found.append((key, block[middle:after]))
+        written += len(key)
+        if written > MAX_KEYS_BYTES or len(found) > MAX_ENTRIES:
+            raise CheckpointError("it has more names than any model")
+    return found
