@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from tfps_runtime.agent import is_listening
-from tfps_runtime.checkpoint import watch
+from tfps_runtime.answers import say
 from tfps_runtime.followers import integer
 from tfps_runtime.launch import PROXY_VARIABLES
 from tfps_runtime.processes import runtime_argv, runtime_location
@@ -44,16 +44,11 @@ from tfps_runtime.recall import history, recall
 from tfps_runtime.reserve import clear_lock, ensure_run_dir, is_held, list_gpus, living, locks, read_lock
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import put
+from tfps_runtime.watching import checkpoints, pin
 
 ANSWER_SECS = 30.0
 ACKNOWLEDGE_SECS = 2.0
 PROBES_AT_ONCE = 32
-
-
-def say(message: dict[str, Any]) -> None:
-    """One line to whoever runs the command."""
-    sys.stdout.write(dump(message) + "\n")
-    sys.stdout.flush()
 
 
 def paths_of(request: dict[str, Any]) -> Paths:
@@ -465,34 +460,6 @@ def _stop(paths: Paths, request: dict[str, Any]) -> str:
     )
 
 
-def checkpoints(request: dict[str, Any]) -> None:
-    """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between.
-
-    Without `follow` the last line is the newest once more, or `caught_up` when there is none.
-    """
-    newest: Optional[dict[str, Any]] = None
-    directory = os.path.expanduser(str(request["directory"]))
-    said = time.monotonic()
-    for checkpoint in watch(
-        directory,
-        after_step=int(request.get("after_step", -1)),
-        newer_than=float(request.get("newer_than", 0.0)),
-        newest=bool(request.get("newest")),
-    ):
-        if checkpoint is not None:
-            newest = {"type": "checkpoint", "checkpoint": checkpoint.to_json()}
-            say(newest)
-            continue
-        if not request.get("follow"):
-            say({"type": Kind.CAUGHT_UP} if newest is None else newest)
-            break
-        if time.monotonic() - said >= 5.0:
-            said = time.monotonic()
-            say({"type": Kind.BEAT, "time": time.time()})
-        if select.select([sys.stdin], [], [], 0)[0] and not os.read(sys.stdin.fileno(), 4096):
-            break
-
-
 def sweep(_request: dict[str, Any]) -> None:
     """Remove locks and sockets of dead agents of this user; nothing of a living one, no checkpoint, no log."""
     removed = []
@@ -525,6 +492,7 @@ COMMANDS = {
     "stop": stop,
     "release": stop,
     "checkpoints": checkpoints,
+    "pin": pin,
     "sweep": sweep,
 }
 

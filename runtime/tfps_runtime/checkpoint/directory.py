@@ -133,6 +133,7 @@ def watch(
     newer_than: float = 0.0,
     newest: bool = False,
     poll_secs: float = 0.2,
+    also: Callable[[], list[Checkpoint]] = list,
 ) -> Iterator[Optional[Checkpoint]]:
     """Complete checkpoints in order as they appear, each once; None after each look that found nothing. Endless.
 
@@ -147,6 +148,7 @@ def watch(
         newer_than: Only those whose index is not older (seconds since the epoch).
         newest: see above.
         poll_secs: between two looks.
+        also: Checkpoints that are to be had elsewhere, asked at each look.
     """
     signature: Any = None
     looked = float("-inf")
@@ -156,12 +158,13 @@ def watch(
         # What changes twice within one tick of the file system's clock looks unchanged, hence a look now and then.
         if now != signature or time.monotonic() - looked >= LOOK_SECS:
             signature, looked = now, time.monotonic()
+            there = {(c.global_step, c.time): c for c in [*also(), *complete_checkpoints(directory)]}
             fresh = [
-                c
-                for c in complete_checkpoints(directory)
-                if (c.global_step > after_step or c.time > after_time)
-                and c.global_step >= min_step
-                and c.time >= newer_than
+                there[key]
+                for key in sorted(there)
+                if (key[0] > after_step or key[1] > after_time)
+                and key[0] >= min_step
+                and key[1] >= newer_than
             ]
         for checkpoint in fresh[-1:] if newest else fresh:
             after_step = max(after_step, checkpoint.global_step)
