@@ -30,7 +30,12 @@ def get_provider_info() -> dict[str, Any]:
         "operators": [{"integration-name": name, "python-modules": ["airflow_tfps.operators"]}],
         "sensors": [{"integration-name": name, "python-modules": ["airflow_tfps.sensors"]}],
         "hooks": [{"integration-name": name, "python-modules": ["airflow_tfps.hook"]}],
-        "triggers": [{"integration-name": name, "python-modules": ["airflow_tfps.triggers"]}],
+        "triggers": [
+            {
+                "integration-name": name,
+                "python-modules": ["airflow_tfps.triggers", "airflow_tfps.asset_triggers"],
+            }
+        ],
         "connection-types": [
             {
                 "connection-type": "tfps",

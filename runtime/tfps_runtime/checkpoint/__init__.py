@@ -10,6 +10,7 @@ Standard library only, Python 3.9. Everything raises CheckpointError, and nothin
 from __future__ import annotations
 
 from tfps_runtime.checkpoint.bundle import (
+    MAX_INDEX_BYTES as MAX_INDEX_BYTES,
     Index as Index,
     Part as Part,
     Tensor as Tensor,
@@ -18,6 +19,7 @@ from tfps_runtime.checkpoint.bundle import (
 )
 from tfps_runtime.checkpoint.directory import (
     Checkpoint as Checkpoint,
+    FileStatus as FileStatus,
     complete_checkpoints as complete_checkpoints,
     complete_in as complete_in,
     latest_checkpoint as latest_checkpoint,
