@@ -39,8 +39,8 @@ class CheckpointEventTrigger(BaseEventTrigger):
     """Tells each new complete checkpoint of a directory, once, in order; endless.
 
     An event's payload, `extra["payload"]` of the asset event, is `{"checkpoint", "global_step", "host", "size",
-    "time"}`; with `pin` also `pin`: `{"directory", "owner"}` for `ClusterHook.release_pins`, or null when the host could
-    not pin it.
+    "time"}`; with `pin` also `pin`: `{"directory", "owner"}` for `ClusterHook.release_pins`, or null when the host
+    could not pin it.
 
     What lies there when the asset is watched for the first time is no news, unless `existing`. A training that begins
     again in the same directory, from a lower global step, is told.
@@ -135,9 +135,10 @@ class CheckpointEventTrigger(BaseEventTrigger):
     def _spec(self) -> HostSpec:
         from airflow_tfps.inventory import Inventory
 
-        return Inventory.load([self.host] if self.hosts is None else self.hosts).subset([self.host])[
-            self.host
-        ]
+        inventory = Inventory.load([self.host] if self.hosts is None else self.hosts)
+        if self.host not in inventory.hosts:
+            raise SpecError("CheckpointEventTrigger", [f"host: {self.host} is not in the inventory"])
+        return inventory[self.host]
 
     async def _seen(self) -> dict[str, Any]:
         """The highest global step told, the youngest time, and from when on anything counts."""

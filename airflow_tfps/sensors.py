@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from airflow.sdk import BaseSensorOperator
@@ -193,14 +192,14 @@ class CheckpointSensor(BaseSensorOperator):
 
     def found_some(self, context: Context, event: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Resume with some of every checkpoint: keep them, and wait for more unless it is over."""
-        kept: Any = self._kept(context)
+        kept = self._kept(context)
         for one in event.get("checkpoints") or []:
             self.log.info("found %s (global step %s)", one["checkpoint"], one["global_step"])
             if one.get("host") is not None and one.get("pin") is None:
                 self.log.warning("%s is not pinned: its trainer may delete it", one["checkpoint"])
             kept.append(one)
         store = context["task_state_store"]
-        store.set(CURSOR_KEY, kept)
+        store.set(CURSOR_KEY, [*kept])
         reason = event.get("reason")
         if reason is None and len(kept) < self.at_most:
             self._wait(context, deadline)
@@ -244,9 +243,7 @@ class CheckpointSensor(BaseSensorOperator):
         if self.checkpoint_dir is not None:
             if is_object_storage(self.checkpoint_dir):
                 return {"host": None, "directory": self.checkpoint_dir}
-            inventory = Inventory.load(
-                self.hosts or [self.host], base_dir=Path(self.base_dir or folder_of(self))
-            )
+            inventory = Inventory.load(self.hosts or [self.host], base_dir=folder_of(self))
             return {"host": inventory.subset([self.host]).to_dict(), "directory": self.checkpoint_dir}
         if isinstance(self.training, Mapping) and "tasks" in self.training:
             handle = Handle.from_json(self.training)
@@ -262,7 +259,7 @@ class CheckpointSensor(BaseSensorOperator):
             raise SpecError(
                 "CheckpointSensor", ["hosts: needed to find the host that a TrainOperator's result names"]
             )
-        inventory = Inventory.load(self.hosts, base_dir=Path(self.base_dir or folder_of(self)))
+        inventory = Inventory.load(self.hosts, base_dir=folder_of(self))
         directory = self.training["checkpoint"].rpartition("/")[0]
         return {"host": _only(inventory, self.training["host"]), "directory": directory}
 
