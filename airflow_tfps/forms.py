@@ -91,6 +91,7 @@ _ANSWERS: dict[str, Form] = {
     "stop": _STOPPED,
     "release": _STOPPED,
     "sweep": _SWEPT,
+    "pin": {"pins": list[dict[str, Any]]},
     "checkpoints": {"checkpoint": Optional[Checkpoint]},
 }
 

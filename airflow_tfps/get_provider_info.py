@@ -31,7 +31,12 @@ def get_provider_info() -> dict[str, Any]:
         "sensors": [{"integration-name": name, "python-modules": ["airflow_tfps.sensors"]}],
         "hooks": [{"integration-name": name, "python-modules": ["airflow_tfps.hook"]}],
         "cli": ["airflow_tfps.cli.definition.get_cli_commands"],
-        "triggers": [{"integration-name": name, "python-modules": ["airflow_tfps.triggers"]}],
+        "triggers": [
+            {
+                "integration-name": name,
+                "python-modules": ["airflow_tfps.triggers", "airflow_tfps.asset_triggers"],
+            }
+        ],
         "connection-types": [
             {
                 "connection-type": "tfps",

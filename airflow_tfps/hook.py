@@ -571,6 +571,31 @@ class ClusterHook(BaseHook):
         _raise_all(errors)
         return found
 
+    # --- pins ---------------------------------------------------------------------------------------------------
+
+    def pin(self, host: str, directory: str, owner: str, *, step: int | None = None) -> dict[str, Any]:
+        """Keep a complete checkpoint of `directory` on a host for `owner`, the newest or that of a global step.
+
+        Returns `{"prefix", "global_step", "size", "time", "source", "owner", "until"}`; `prefix` is what to restore.
+        Raises CommandError, code `not_found` when there is none, `pins` when the owner has 20.
+        """
+        request = {"directory": directory, "owner": owner, "action": "pin", "step": step}
+        [found] = self.call(host, "pin", request)["pins"]
+        return dict(found)
+
+    def pins(self, host: str, directory: str, owner: str | None = None) -> list[dict[str, Any]]:
+        """The pins of a checkpoint directory, an owner's or all, by global step."""
+        return list(
+            self.call(host, "pin", {"directory": directory, "owner": owner, "action": "list"})["pins"]
+        )
+
+    def release_pins(
+        self, host: str, directory: str, owner: str, *, step: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Let go of an owner's pins, or of the one of a global step; returns those that went, none being no error."""
+        request = {"directory": directory, "owner": owner, "action": "release", "step": step}
+        return list(self.call(host, "pin", request)["pins"])
+
     def _clear_away(self, hosts: Sequence[str], training: TrainingId) -> None:
         """After a failed `ensure`: take back what was reserved and started. Best effort; the lease does the rest."""
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from airflow.sdk import BaseSensorOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
@@ -26,6 +25,8 @@ from airflow_tfps.triggers import CheckpointTrigger, ReadyTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+    from airflow_tfps.inventory import Inventory
 
 
 class ClusterReadySensor(BaseSensorOperator):
@@ -75,20 +76,34 @@ class ClusterReadySensor(BaseSensorOperator):
         self.log.info("every TF task is up")
 
 
+CURSOR_KEY = "tfps_checkpoints"
+"""Key in the task state store: what a sensor for every checkpoint has found so far, over deferrals and retries."""
+AT_MOST = 20
+"""So many checkpoints a sensor takes, and pins."""
+
+
 class CheckpointSensor(BaseSensorOperator):
     """Wait for a complete checkpoint; returns `{"checkpoint", "global_step", "host", "size", "time"}`.
 
-    A checkpoint counts when its state, index and every shard are there in full. Inside a TrainingTaskGroup it ends when
-    `train` is over and nothing newer is complete: skipped, saying so.
+    A checkpoint counts when its index and every shard are there in full. When the `train` of its training is over and
+    nothing newer is complete, the sensor ends: skipped, saying so.
+
+    With `which="every"` it returns a list of them, each also with `pin`, as soon as `train` is over, `at_most` are
+    found, or the time is over. On a host each is pinned the moment it is complete: it stays, whatever the trainer
+    keeps, until it is released (`ClusterHook.release_pins`) or nobody has renewed it for a week. What was found is
+    kept over deferrals and retries.
 
     Args:
         training: Handle of a training, or what TrainOperator returned; its directory is watched on the chief's host.
-        checkpoint_dir: Instead: a directory of `host`.
-        host: ssh connection id, or `local` for this machine; with `checkpoint_dir`.
-        which: `latest` takes the next complete one, `final` the one that a finished training left.
+        checkpoint_dir: Instead: a directory of `host`, or a URL of object storage.
+        host: ssh connection id, or `local` for the triggerer's machine; with `checkpoint_dir`.
+        which: `latest` takes the next complete one, `every` all of them, `final` the one that a finished training left.
         min_step: Only a global step of at least this.
         newer_than: Only checkpoints written after this time (seconds since the epoch).
-        hosts: Inventory that holds the training's hosts, for `training` that is a TrainOperator's result.
+        at_most: With `every`: how many, 20 at most.
+        hosts: Inventory that holds `host`, or the host of a `training` that is a TrainOperator's result.
+        base_dir: What a relative path of an inventory is relative to; default: the DAG's folder.
+        poll_secs: Between two looks into object storage.
     """
 
     template_fields: Sequence[str] = ("training", "checkpoint_dir", "host", "min_step", "newer_than", "hosts")
@@ -100,11 +115,13 @@ class CheckpointSensor(BaseSensorOperator):
         training: Any = None,
         checkpoint_dir: str | None = None,
         host: str = "local",
-        which: Literal["latest", "final"] = "latest",
+        which: Literal["latest", "every", "final"] = "latest",
         min_step: int | str | None = None,
         newer_than: float | str | None = None,
+        at_most: int = AT_MOST,
         hosts: Any = None,
         base_dir: str | None = None,
+        poll_secs: float = 30.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -114,26 +131,56 @@ class CheckpointSensor(BaseSensorOperator):
         self.which = which
         self.min_step = min_step
         self.newer_than = newer_than
+        self.at_most = at_most
         self.hosts = hosts
         self.base_dir = base_dir
+        self.poll_secs = poll_secs
 
-    def execute(self, context: Context) -> None:  # noqa: ARG002  Airflow's form
+    def execute(self, context: Context) -> Any:
+        self._check()
+        return self._wait(context, time.time() + self.timeout)
+
+    def _check(self) -> None:
+        from airflow_tfps.errors import SpecError
+
+        faults = []
+        if self.which not in ("latest", "every", "final"):
+            faults.append(f"which: {self.which!r} is none of latest, every, final")
+        if not 1 <= self.at_most <= AT_MOST:
+            faults.append(f"at_most: from 1 to {AT_MOST}, is {self.at_most}")
+        for name in ("min_step", "newer_than"):
+            value = getattr(self, name)
+            try:
+                float(0 if value is None else value)
+            except (TypeError, ValueError):
+                faults.append(f"{name}: a number is needed, is {value!r}")
+        with airflow_errors():
+            if faults:
+                raise SpecError("CheckpointSensor", faults)
+
+    def _wait(self, context: Context, deadline: float) -> NoReturn:
         with airflow_errors():
             where = self._where()
-        since = float(self.newer_than) if self.newer_than is not None else 0.0
+        every = self.which == "every"
+        kept = self._kept(context) if every else []
         self.defer(
             trigger=CheckpointTrigger(
                 host=where["host"],
                 directory=where["directory"],
                 training=where.get("training"),
                 which=self.which,
-                min_step=int(self.min_step) if self.min_step is not None else 0,
-                newer_than=since,
-                train_task_id=self._train_task_id(),
-                deadline=time.time() + self.timeout,
+                min_step=0 if self.min_step is None else int(self.min_step),
+                newer_than=0.0 if self.newer_than is None else float(self.newer_than),
+                train_task_id=self._train_task_id(context),
+                deadline=deadline,
+                after=_cursor(kept),
+                pin=self._owner(context) if every else None,
+                room=self.at_most - len(kept),
+                poll_secs=self.poll_secs,
             ),
-            method_name="found",
-            timeout=timedelta(seconds=self.timeout + DEFER_SLACK_SECS),
+            method_name="found_some" if every else "found",
+            kwargs={"deadline": deadline} if every else None,
+            timeout=timedelta(seconds=max(deadline - time.time(), 0.0) + DEFER_SLACK_SECS),
         )
 
     def found(self, context: Context, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,12 +188,47 @@ class CheckpointSensor(BaseSensorOperator):
         del context
         if event.get("checkpoint") is not None:
             return dict(event["checkpoint"])
+        raise self._end(event)
+
+    def found_some(self, context: Context, event: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Resume with some of every checkpoint: keep them, and wait for more unless it is over."""
+        kept = self._kept(context)
+        for one in event.get("checkpoints") or []:
+            self.log.info("found %s (global step %s)", one["checkpoint"], one["global_step"])
+            if one.get("host") is not None and one.get("pin") is None:
+                self.log.warning("%s is not pinned: its trainer may delete it", one["checkpoint"])
+            kept.append(one)
+        store = context["task_state_store"]
+        store.set(CURSOR_KEY, [*kept])
+        reason = event.get("reason")
+        if reason is None and len(kept) < self.at_most:
+            self._wait(context, deadline)
+        if not kept or "transient" in event:
+            self._end(event)
+        self.log.info(
+            "%d checkpoints; %s", len(kept), reason or f"that is all that is taken ({self.at_most})"
+        )
+        store.delete(CURSOR_KEY)
+        return kept
+
+    def _end(self, event: Mapping[str, Any]) -> AirflowException:
+        """What to raise when there is no checkpoint."""
         reason = str(event.get("reason"))
         if event.get("skip") or self.soft_fail:
-            raise AirflowSkipException(reason)
-        if event.get("transient", True):
-            raise AirflowException(reason)
-        raise AirflowFailException(reason)
+            return AirflowSkipException(reason)
+        return AirflowException(reason) if event.get("transient", True) else AirflowFailException(reason)
+
+    def _kept(self, context: Context) -> list[dict[str, Any]]:
+        kept: Any = context["task_state_store"].get(CURSOR_KEY)
+        return list(kept or [])
+
+    def _owner(self, context: Context) -> str:
+        """For whom checkpoints are pinned: this task in this run."""
+        from tfps_runtime.protocol import training_key
+
+        ti = context["ti"]
+        index = -1 if ti.map_index is None else ti.map_index
+        return training_key(ti.dag_id, ti.run_id, self.task_id, index)
 
     def _where(self) -> dict[str, Any]:
         """Host (as its inventory describes it) and directory to watch. Raises SpecError."""
@@ -154,12 +236,15 @@ class CheckpointSensor(BaseSensorOperator):
         from airflow_tfps.handle import Handle
         from airflow_tfps.inventory import Inventory
         from airflow_tfps.spec_files import folder_of
+        from airflow_tfps.watch import is_object_storage
 
         if (self.training is None) == (self.checkpoint_dir is None):
             raise SpecError("CheckpointSensor", ["exactly one of training and checkpoint_dir is needed"])
         if self.checkpoint_dir is not None:
-            inventory = Inventory.load([self.host])
-            return {"host": inventory.to_dict(), "directory": self.checkpoint_dir}
+            if is_object_storage(self.checkpoint_dir):
+                return {"host": None, "directory": self.checkpoint_dir}
+            inventory = Inventory.load(self.hosts or [self.host], base_dir=folder_of(self))
+            return {"host": inventory.subset([self.host]).to_dict(), "directory": self.checkpoint_dir}
         if isinstance(self.training, Mapping) and "tasks" in self.training:
             handle = Handle.from_json(self.training)
             host = handle.inventory.subset([handle.chief_host])
@@ -174,15 +259,44 @@ class CheckpointSensor(BaseSensorOperator):
             raise SpecError(
                 "CheckpointSensor", ["hosts: needed to find the host that a TrainOperator's result names"]
             )
-        inventory = Inventory.load(self.hosts, base_dir=Path(folder_of(self)))
+        inventory = Inventory.load(self.hosts, base_dir=folder_of(self))
         directory = self.training["checkpoint"].rpartition("/")[0]
-        return {"host": inventory.subset([self.training["host"]]).to_dict(), "directory": directory}
+        return {"host": _only(inventory, self.training["host"]), "directory": directory}
 
-    def _train_task_id(self) -> str | None:
-        """The TrainOperator of the same group, if there is one."""
+    def _train_task_id(self, context: Context) -> str | None:
+        """The TrainOperator of the same group, or of the training in another group of this run, if there is one."""
+        from tfps_runtime.protocol import training_key
+
         from airflow_tfps.operators import TrainOperator
 
         group = self.task_group
-        if group is None or group.group_id is None:
+        if group is not None and group.group_id is not None:
+            for task in group.children.values():
+                if isinstance(task, TrainOperator):
+                    return task.task_id
+        dag = self.get_dag()
+        if dag is None or not isinstance(self.training, Mapping):
             return None
-        return next((t.task_id for t in group.children.values() if isinstance(t, TrainOperator)), None)
+        ti = context["ti"]
+        key = str(self.training.get("training", self.training.get("training_id"))).rpartition("#")[0]
+        for task in dag.tasks:
+            if isinstance(task, TrainOperator) and task.task_group is not None:
+                group_id = task.task_group.group_id
+                if group_id and key == training_key(ti.dag_id, ti.run_id, group_id):
+                    return task.task_id
+        return None
+
+
+def _only(inventory: Inventory, host: str) -> dict[str, Any]:
+    from airflow_tfps.errors import SpecError
+
+    if host not in inventory.hosts:
+        raise SpecError("CheckpointSensor", [f"host: {host} is not in the inventory"])
+    return inventory.subset([host]).to_dict()
+
+
+def _cursor(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Where to go on after the checkpoints that were found."""
+    if not kept:
+        return None
+    return {"global_step": max(c["global_step"] for c in kept), "time": max(c["time"] for c in kept)}

@@ -11,6 +11,7 @@ cancelled again after about a second; so the work is done in a task of its own, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -343,28 +344,35 @@ def _write_log(message: Mapping[str, Any]) -> None:
 
 
 class CheckpointTrigger(BaseTrigger):
-    """Waits for a complete checkpoint in a directory on a host, which pushes them as they appear.
+    """Waits for complete checkpoints in a directory on a host, which pushes them as they appear, or in object storage.
 
-    One event: `{"checkpoint": {...}}`, or with null and a `reason`; `skip` says that the training ended first.
+    One event: `{"checkpoint": {...}}`, or with null and a `reason`; `skip` says that the training ended first. With
+    `which="every"` the event is `{"checkpoints": [...]}`, with a `reason` when no more will come.
 
     Args:
-        host: An inventory of one host, as JSON.
-        directory: On that host.
+        host: An inventory of one host, as JSON; None for object storage.
+        directory: On that host, or a URL.
         training: Handle of the training, for `which="final"`.
-        which: `latest` or `final`.
+        which: `latest`, `every` or `final`.
         min_step: Only global steps from here on.
         newer_than: Only checkpoints whose index is younger, in seconds since the epoch.
         train_task_id: The task whose end ends the waiting.
         deadline: In seconds since the epoch.
+        after: For `every`, what was found before: `{"global_step", "time"}`.
+        pin: For `every` on a host, the owner for whom each is pinned.
+        room: For `every`, how many to take at most.
+        poll_secs: Between two looks into object storage.
     """
 
     TRAIN_POLL_SECS = 5.0
     """Airflow pushes nothing to a trigger: whether train is over must be asked."""
+    GATHER_SECS = 1.0
+    """What comes within so short a time after the first goes into the same event."""
 
     def __init__(
         self,
         *,
-        host: Mapping[str, Any],
+        host: Mapping[str, Any] | None,
         directory: str,
         deadline: float,
         training: Mapping[str, Any] | None = None,
@@ -372,10 +380,14 @@ class CheckpointTrigger(BaseTrigger):
         min_step: int = 0,
         newer_than: float = 0.0,
         train_task_id: str | None = None,
+        after: Mapping[str, Any] | None = None,
+        pin: str | None = None,
+        room: int = 20,
+        poll_secs: float = 30.0,
         version: int = 1,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.host = dict(host)
+        self.host = None if host is None else dict(host)
         self.directory = directory
         self.deadline = deadline
         self.training = None if training is None else dict(training)
@@ -383,6 +395,10 @@ class CheckpointTrigger(BaseTrigger):
         self.min_step = min_step
         self.newer_than = newer_than
         self.train_task_id = train_task_id
+        self.after = None if after is None else dict(after)
+        self.pin = pin
+        self.room = room
+        self.poll_secs = poll_secs
         self.version = version
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
@@ -395,61 +411,92 @@ class CheckpointTrigger(BaseTrigger):
             "min_step": self.min_step,
             "newer_than": self.newer_than,
             "train_task_id": self.train_task_id,
+            "after": self.after,
+            "pin": self.pin,
+            "room": self.room,
+            "poll_secs": self.poll_secs,
             "version": self.version,
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        from airflow_tfps.watch import watch
-
         began = time.monotonic()
-        waiting = asyncio.create_task(self._first(watch))
+        found: list[dict[str, Any]] = []
+        arrived = asyncio.Event()
+        watching = asyncio.create_task(self._watch(found, arrived))
         try:
-            while True:
-                left = self.deadline - time.time()
-                done, _ = await asyncio.wait({waiting}, timeout=max(min(left, self.TRAIN_POLL_SECS), 0.0))
-                if done:
-                    event = waiting.result()
-                    break
-                if left <= 0:
-                    event = {
-                        "checkpoint": None,
-                        "reason": f"no complete checkpoint in {self.directory} in time",
-                    }
-                    break
-                if await self._train_is_over():
-                    await asyncio.wait({waiting}, timeout=self.TRAIN_POLL_SECS)
-                    event = (
-                        waiting.result()
-                        if waiting.done()
-                        else {
-                            "checkpoint": None,
-                            "skip": True,
-                            "reason": f"the training is over and left no such checkpoint in {self.directory}",
-                        }
-                    )
-                    break
+            event = await self._event(watching, found, arrived)
         except TfpsError as error:
-            event = {"checkpoint": None, "reason": str(error), "transient": error.transient}
+            event = {"reason": str(error), "transient": error.transient}
         finally:
-            waiting.cancel()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        if self.which == "every":
+            event["checkpoints"] = found[: self.room]
+        else:
+            event["checkpoint"] = found[0] if found else None
         await _let_the_task_end(self.task_instance, began)
         yield _event(event)
 
-    async def _first(self, watch: Any) -> dict[str, Any]:
-        from airflow_tfps.inventory import Inventory
+    async def _event(
+        self, watching: asyncio.Task[None], found: list[dict[str, Any]], arrived: asyncio.Event
+    ) -> dict[str, Any]:
+        """Wait for what ends the waiting: `found`, or a reason why there will be nothing."""
+        looking = asyncio.create_task(arrived.wait())
+        try:
+            while True:
+                left = self.deadline - time.time()
+                limit = max(min(left, self.TRAIN_POLL_SECS), 0.0)
+                await asyncio.wait({watching, looking}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                if found:
+                    if self.which == "every" and len(found) < self.room:
+                        await asyncio.wait({watching}, timeout=self.GATHER_SECS)
+                    return {}
+                if left <= 0:
+                    return {"reason": f"no complete checkpoint in {self.directory} in time"}
+                if await self._train_is_over():
+                    secs = self.TRAIN_POLL_SECS + (self.poll_secs if self.host is None else 0.0)
+                    await asyncio.wait({watching, looking}, timeout=secs, return_when=asyncio.FIRST_COMPLETED)
+                    if found:
+                        return {}
+                    kind = "newer" if self.after is not None else "such"
+                    reason = f"the training is over and left no {kind} checkpoint in {self.directory}"
+                    return {"skip": True, "reason": reason}
+        finally:
+            looking.cancel()
 
-        [spec] = Inventory.from_dict(self.host).hosts.values()
+    async def _watch(self, found: list[dict[str, Any]], arrived: asyncio.Event) -> None:
+        """Put what is found into `found`, until there is no more room."""
+        from airflow_tfps.inventory import Inventory
+        from airflow_tfps.watch import watch
+
+        spec = None
+        if self.host is not None:
+            [spec] = Inventory.from_dict(self.host).hosts.values()
         if self.which == "final" and self.training is not None:
             await self._training_has_ended()
-        async for found in watch(
+        cursor: dict[str, Any] = {}
+        if self.which == "every":
+            after = self.after or {"global_step": -1, "time": 0.0}
+            cursor = {"after_step": int(after["global_step"]), "after_time": float(after["time"])}
+        found_here = watch(
             spec,
             self.directory,
-            after_step=self.min_step - 1,
+            **cursor,
+            min_step=self.min_step,
             newer_than=self.newer_than,
             newest=self.which == "final",
-        ):
-            return {"checkpoint": {**found, "host": spec.name}}
-        return {"checkpoint": None, "reason": "the watch ended"}
+            pin=self.pin if spec is not None else None,
+            poll_secs=self.poll_secs,
+        )
+        room = self.room if self.which == "every" else 1
+        async with contextlib.aclosing(found_here):
+            async for one in found_here:
+                found.append({**one, "host": None if spec is None else spec.name})
+                arrived.set()
+                if len(found) >= room:
+                    return
 
     async def _training_has_ended(self) -> None:
         """Wait for the verdict over the training; renews no lease."""

@@ -7,7 +7,7 @@ import sys
 USAGE = """usage: python -m tfps_runtime COMMAND
   run PROGRAM --local [--steps N] …   run a program in this one process
   evaluate | predict PROGRAM CHECKPOINT …, export PROGRAM CHECKPOINT DIRECTORY …
-  preflight reserve start launch probe status trainings follow logs dump stop release put checkpoints sweep
+  preflight reserve start launch probe status trainings follow logs dump stop release put checkpoints pin sweep
                                       what airflow-tfps calls on a host: a request as JSON on standard input
 """
 

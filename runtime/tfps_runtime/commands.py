@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from tfps_runtime.agent import is_listening
-from tfps_runtime.checkpoint import watch
+from tfps_runtime.answers import say
 from tfps_runtime.followers import integer
 from tfps_runtime.orphans import end_orphan, orphans
 from tfps_runtime.preflight import preflight
@@ -43,6 +43,7 @@ from tfps_runtime.reserve import check_run_dir, clear_lock, is_held, living, loc
 from tfps_runtime.sweep import sweep
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import note_use, put
+from tfps_runtime.watching import checkpoints, pin
 
 ANSWER_SECS = 30.0
 ACKNOWLEDGE_SECS = 2.0
@@ -51,12 +52,6 @@ MAX_TRAININGS = 100
 """How many one answer of `trainings` lists."""
 RESERVE_SECS = 5.0
 """How long a `reserve` looks for the agent that another one is starting."""
-
-
-def say(message: dict[str, Any]) -> None:
-    """One line to whoever runs the command."""
-    sys.stdout.write(dump(message) + "\n")
-    sys.stdout.flush()
 
 
 def paths_of(request: dict[str, Any]) -> Paths:
@@ -468,34 +463,6 @@ def _stop(paths: Paths, request: dict[str, Any]) -> str:
     )
 
 
-def checkpoints(request: dict[str, Any]) -> None:
-    """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between.
-
-    Without `follow` the last line is the newest once more, or `caught_up` when there is none.
-    """
-    newest: Optional[dict[str, Any]] = None
-    directory = os.path.expanduser(str(request["directory"]))
-    said = time.monotonic()
-    for checkpoint in watch(
-        directory,
-        after_step=int(request.get("after_step", -1)),
-        newer_than=float(request.get("newer_than", 0.0)),
-        newest=bool(request.get("newest")),
-    ):
-        if checkpoint is not None:
-            newest = {"type": "checkpoint", "checkpoint": checkpoint.to_json()}
-            say(newest)
-            continue
-        if not request.get("follow"):
-            say({"type": Kind.CAUGHT_UP} if newest is None else newest)
-            break
-        if time.monotonic() - said >= 5.0:
-            said = time.monotonic()
-            say({"type": Kind.BEAT, "time": time.time()})
-        if select.select([sys.stdin], [], [], 0)[0] and not os.read(sys.stdin.fileno(), 4096):
-            break
-
-
 def _only(request: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: request[name] for name in names if request.get(name) is not None}
 
@@ -515,6 +482,7 @@ COMMANDS: dict[str, Callable[[dict[str, Any]], Optional[dict[str, Any]]]] = {
     "stop": stop,
     "release": stop,
     "checkpoints": checkpoints,
+    "pin": pin,
     "sweep": sweep,
 }
 

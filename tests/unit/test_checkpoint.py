@@ -10,81 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tfps_runtime.checkpoint import TABLE_MAGIC, complete_checkpoints, latest_checkpoint, read_state, watch
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value >= 0x80:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def field(number: int, value: int) -> bytes:
-    return varint(number << 3) + varint(value) if value else b""
-
-
-def block(entries: list[tuple[bytes, bytes]], compression: int = 0) -> bytes:
-    """A table's block with shared key prefixes and one restart point, and its trailer."""
-    out, last = b"", b""
-    for key, value in entries:
-        shared = len(os.path.commonprefix([last, key]))
-        out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
-        last = key
-    return out + struct.pack("<II", 0, 1) + bytes([compression]) + b"crc!"
-
-
-def index(tensors: dict[str, tuple[int, int, int]], shards: int = 1) -> bytes:
-    """A checkpoint's index: name -> shard, offset, size; names in several data blocks."""
-    rows = [(b"", field(1, shards) + b"\x1a\x02\x08\x01")]
-    for name, (shard, offset, size) in sorted(tensors.items()):
-        shape = b"\x12\x04\x12\x02\x08\x07"
-        entry = field(1, 1) + shape + field(3, shard) + field(4, offset) + field(5, size) + b"\x35crc!"
-        rows.append((name.encode(), entry))
-    data, handles = b"", []
-    for chunk in itertools.batched(rows, 3) if hasattr(itertools, "batched") else [rows[:3], rows[3:]]:
-        if chunk:
-            written = block(list(chunk))
-            handles.append((chunk[-1][0], varint(len(data)) + varint(len(written) - 5)))
-            data += written
-    meta, table = block([]), block(handles)
-    footer = (
-        varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(table) - 5)
-    )
-    return data + meta + table + footer.ljust(40, b"\0") + struct.pack("<Q", TABLE_MAGIC)
-
-
-TENSORS = {"global_step": (0, 0, 8), "w": (0, 8, 200), "w/Adagrad": (0, 208, 92), "x": (0, 300, 700)}
-SHARDED = {"a": (0, 0, 100), "b": (1, 0, 50), "c": (1, 50, 50), "d": (2, 0, 30)}
-
-
-def save(directory: Path, step: int, *, name: str = "model.ckpt") -> Path:
-    """A complete checkpoint in TensorFlow's order: data, index, state."""
-    directory.mkdir(exist_ok=True)
-    prefix = directory / f"{name}-{step}"
-    Path(f"{prefix}.data-00000-of-00001").write_bytes(b"x" * 1000)
-    Path(f"{prefix}.index").write_bytes(index(TENSORS))
-    write_state(directory, [f"{name}-{step}"])
-    return prefix
-
-
-def save_sharded(directory: Path, step: int) -> Path:
-    prefix = directory / f"model.ckpt-{step}"
-    for shard, size in enumerate((100, 100, 30)):
-        Path(f"{prefix}.data-{shard:05}-of-00003").write_bytes(b"x" * size)
-    Path(f"{prefix}.index").write_bytes(index(SHARDED, 3))
-    return prefix
-
-
-def write_state(directory: Path, paths: list[str]) -> None:
-    lines = [
-        f'model_checkpoint_path: "{paths[-1]}"',
-        *(f'all_model_checkpoint_paths: "{path}"' for path in paths),
-    ]
-    temporary = directory / "checkpoint.tmp"
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.rename(directory / "checkpoint")
+from bundles import TENSORS, index, save, save_sharded, varint, write_state
+from tfps_runtime.checkpoint import complete_checkpoints, latest_checkpoint, read_state, watch
+from tfps_runtime.checkpoint.table import TABLE_MAGIC
 
 
 def steps(directory: Path) -> list[int]:

@@ -1,0 +1,505 @@
+"""Sensors and triggers for checkpoints: hosts over SSH and this machine, object storage, with Airflow's own classes.
+
+No database: `defer` is caught, the event of the trigger is given to the operator as Airflow does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from airflow.sdk import DAG, TaskGroup
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
+from airflow.serialization.encoders import encode_trigger
+from tfps_runtime.checkpoint import complete_checkpoints, verify
+from tfps_runtime.pins import pins, pins_dir
+
+from airflow_tfps.asset_triggers import CheckpointEventTrigger
+from airflow_tfps.hook import ClusterHook
+from airflow_tfps.inventory import Inventory
+from airflow_tfps.operators import TrainOperator
+from airflow_tfps.sensors import CURSOR_KEY, CheckpointSensor
+from airflow_tfps.triggers import CheckpointTrigger
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from bundles import delete, save, save_sharded, write_state  # beside the unit tests
+
+
+class Store(dict):
+    """A task state store or an asset's: what Airflow keeps as JSON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_kept = asyncio.Event()
+
+    def set(self, key, value):
+        self[key] = value
+
+    def delete(self, key):
+        self.pop(key, None)
+
+    async def aget(self, key, default=None):
+        return self.get(key, default)
+
+    async def aset(self, key, value):
+        self[key] = dict(value)
+        self.is_kept.set()
+
+
+class Task:
+    """A sensor as Airflow runs it: execute, defer, trigger, resume, until it ends."""
+
+    def __init__(self, sensor: CheckpointSensor, *, map_index: int = -1) -> None:
+        self.sensor = sensor
+        ti = SimpleNamespace(dag_id="d", run_id="r", map_index=map_index)
+        self.context = {"ti": ti, "task_state_store": Store()}
+        self.deferred: TaskDeferred | None = None
+        self.where: SimpleNamespace | None = None
+
+    def execute(self):
+        return self._call(lambda: self.sensor.execute(self.context))
+
+    def event(self, secs: float = 30.0):
+        """What the trigger says, built again from its arguments."""
+        name, arguments = self.deferred.trigger.serialize()
+        encode_trigger(self.deferred.trigger)  # what Airflow stores
+        assert name == "airflow_tfps.triggers.CheckpointTrigger"
+        trigger = CheckpointTrigger(**arguments)
+        if self.where is not None:
+            trigger.task_instance = self.where
+            trigger.TRAIN_POLL_SECS = 0.3
+        return asyncio.run(first(trigger, secs))
+
+    def resume(self, event):
+        method = getattr(self.sensor, self.deferred.method_name)
+        return self._call(lambda: method(self.context, event=event, **(self.deferred.kwargs or {})))
+
+    def run(self):
+        """To its end."""
+        result = self.execute()
+        while result is self:
+            result = self.resume(self.event())
+        return result
+
+    def _call(self, what):
+        try:
+            return what()
+        except TaskDeferred as deferred:
+            self.deferred = deferred
+            return self
+
+
+async def first(trigger, secs: float = 30.0):
+    async with asyncio.timeout(secs), contextlib.aclosing(trigger.run()) as events:
+        return (await anext(events)).payload
+
+
+@pytest.fixture(scope="session")
+def hosts(demo_host):
+    """Host of a sensor: over SSH, and this machine."""
+    return {"ssh": "demo_a", "local": "local"}
+
+
+@pytest.fixture(params=["ssh", "local"])
+def host(request, hosts):
+    return hosts[request.param]
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    directory = tmp_path / "ckpt"
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(pins_dir(str(directory)), ignore_errors=True)  # ends whoever goes on pinning
+
+
+def sensor(directory, **arguments) -> CheckpointSensor:
+    return CheckpointSensor(task_id="watch", checkpoint_dir=str(directory), **{"timeout": 20, **arguments})
+
+
+# --- the next one -------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_by_number(host, ckpt):
+    """`ckpt-100` beside `ckpt-99`: what is told has the step, the host, the size, the time."""
+    for step in (100, 99):
+        save(ckpt, step)
+    found = Task(sensor(ckpt, host=host, which="final")).run()
+    assert found == {
+        "checkpoint": str(ckpt / "model.ckpt-100"), "global_step": 100, "host": host,
+        "size": complete_checkpoints(str(ckpt))[1].size, "time": complete_checkpoints(str(ckpt))[1].time,
+    }  # fmt: skip
+
+
+def half(directory: Path, kind: str) -> None:
+    """A checkpoint 7 that is none."""
+    prefix = save_sharded(directory, 7)
+    match kind:
+        case "half an index":
+            table = Path(f"{prefix}.index")
+            table.write_bytes(table.read_bytes()[:-30])
+        case "a missing shard":
+            Path(f"{prefix}.data-00001-of-00003").unlink()
+        case "a short shard":
+            os.truncate(f"{prefix}.data-00001-of-00003", 99)
+        case "an index with its temporary name":
+            Path(f"{prefix}.index").rename(f"{prefix}.index.tempstate1")
+    write_state(directory, ["model.ckpt-7"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["half an index", "a missing shard", "a short shard", "an index with its temporary name"]
+)
+def test_what_is_half_there_is_waited_for(ckpt, kind):
+    """Whatever the state file says; what is complete afterwards is told."""
+    half(ckpt, kind)
+    task = Task(sensor(ckpt, timeout=1.0))
+    task.execute()
+    with pytest.raises(AirflowException, match="no complete checkpoint in .* in time"):
+        task.resume(task.event())
+    task = Task(sensor(ckpt))
+    task.execute()
+    writer = threading.Timer(0.3, save_sharded, (ckpt, 7))
+    writer.start()
+    assert task.resume(task.event())["global_step"] == 7
+    writer.join()
+
+
+def test_a_moved_directory_and_a_deleted_state_file(tmp_path, ckpt):
+    """Paths in the state file are of another place; without it, the same is found."""
+    prefix = save(ckpt, 3)
+    write_state(ckpt, [str(prefix)])
+    moved = ckpt.rename(tmp_path / "moved")
+    assert Task(sensor(moved)).run()["checkpoint"] == str(moved / "model.ckpt-3")
+    (moved / "checkpoint").unlink()
+    assert Task(sensor(moved)).run()["checkpoint"] == str(moved / "model.ckpt-3")
+
+
+def test_last_nights_leftovers_are_not_this_trainings(ckpt):
+    """`newer_than` and `min_step`: older files and lower steps are passed over."""
+    old = save(ckpt, 900)
+    os.utime(f"{old}.index", (1000, 1000))
+    save(ckpt, 5)
+    assert Task(sensor(ckpt, newer_than=str(time.time() - 3600))).run()["global_step"] == 5
+    assert Task(sensor(ckpt, min_step="6")).run()["global_step"] == 900
+
+
+def test_in_time_or_not_at_all(ckpt):
+    """A time-out fails, or with `soft_fail` skips."""
+    for is_soft, error in ((False, AirflowException), (True, AirflowSkipException)):
+        task = Task(sensor(ckpt, timeout=0.5, soft_fail=is_soft))
+        task.execute()
+        with pytest.raises(error, match="no complete checkpoint in .* in time"):
+            task.resume(task.event())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"which": "all"}, "which: 'all' is none of latest, every, final"),
+        ({"at_most": 21}, "at_most: from 1 to 20, is 21"),
+        ({"min_step": "many"}, "min_step: a number is needed, is 'many'"),
+        ({"hosts": {"gpu-z": {"address": "127.0.0.9"}}}, "host: local is not in the inventory"),
+        ({"checkpoint_dir": None}, "exactly one of training and checkpoint_dir is needed"),
+    ],
+)
+def test_what_makes_no_sense_is_said_at_once(monkeypatch, tmp_path, arguments, message):
+    """Before anything is asked; it is not retried."""
+    monkeypatch.setenv("AIRFLOW_CONN_GPU_Z", '{"conn_type": "ssh", "host": "127.0.0.9"}')
+    with pytest.raises(AirflowFailException, match=message):
+        Task(CheckpointSensor(task_id="watch", **{"checkpoint_dir": str(tmp_path), **arguments})).execute()
+
+
+# --- every one ----------------------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_is_kept_over_deferrals_and_retries(host, ckpt):
+    """Each is pinned when it is complete; what the trainer deletes while no trigger lives is there all the same."""
+    task = Task(sensor(ckpt, host=host, which="every", at_most=4))
+    task.execute()
+    prefix = save(ckpt, 1)
+    assert task.resume(task.event()) is task
+    delete(prefix)
+    for step in (2, 3):  # the worker has it: nobody follows
+        prefix = save(ckpt, step)
+        deadline = time.monotonic() + 10
+        while len(pins(str(ckpt))) < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        delete(prefix)
+    again = Task(task.sensor)  # another try: only the store is left
+    again.context["task_state_store"] = task.context["task_state_store"]
+    again.execute()
+    event = again.event()
+    assert [c["global_step"] for c in event["checkpoints"]] == [2, 3]
+    assert again.resume(event) is again
+    save(ckpt, 4)
+    found = again.resume(again.event())
+    assert [c["global_step"] for c in found] == [1, 2, 3, 4]
+    for one in found:
+        assert verify(one["checkpoint"]).size == 1000
+        assert one["pin"] == {"directory": str(ckpt), "owner": "d/r/watch"}
+        assert one["host"] == host
+    assert CURSOR_KEY not in again.context["task_state_store"]
+    with ClusterHook(inventory=Inventory.load([host])) as hook:
+        for one in found:
+            [gone] = hook.release_pins(host, **one["pin"], step=one["global_step"])
+            assert gone["prefix"] == one["checkpoint"]
+        hook.release_pins(host, str(ckpt), "d/r/watch")
+    assert pins(str(ckpt)) == []
+
+
+def test_a_mapped_sensor_has_pins_of_its_own(ckpt):
+    """So that its siblings do not release them."""
+    save(ckpt, 1)
+    [found] = Task(sensor(ckpt, which="every", at_most=1), map_index=3).run()
+    assert found["pin"]["owner"] == "d/r/watch/3"
+
+
+def test_what_was_found_is_returned_when_the_time_is_over(ckpt):
+    """A list with something in it is no failure."""
+    save(ckpt, 1)
+    found = Task(sensor(ckpt, which="every", timeout=2.5)).run()
+    assert [one["global_step"] for one in found] == [1]
+    task = Task(sensor(ckpt, which="every", timeout=0.5, min_step=5))
+    task.execute()
+    with pytest.raises(AirflowException, match="in time"):
+        task.resume(task.event())
+
+
+# --- the end of the training --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """Airflow's side of the trigger, as far as it is asked for the state of `train`."""
+    from airflow.sdk.execution_time import task_runner
+    from airflow.sdk.execution_time.comms import TaskStatesResult
+
+    said = SimpleNamespace(state="running", asked=[])
+
+    async def asend(message):
+        said.asked += message.task_ids
+        return TaskStatesResult(task_states={"r": dict.fromkeys(message.task_ids, said.state)})
+
+    monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", SimpleNamespace(asend=asend), raising=False)
+    monkeypatch.setenv(
+        "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL", "-1"
+    )  # a trigger waits for it before its event
+    return said
+
+
+def deferred(one: CheckpointSensor) -> Task:
+    """A task in Airflow's eyes, waiting."""
+    task = Task(one)
+    task.where = SimpleNamespace(dag_id="d", run_id="r", task_id=one.task_id, map_index=-1)
+    task.execute()
+    return task
+
+
+def in_group(directory, **arguments) -> CheckpointSensor:
+    """A sensor in a group with a TrainOperator."""
+    with DAG("d", schedule=None), TaskGroup("training"):
+        TrainOperator(task_id="train", handle=None)
+        return sensor(directory, **arguments)
+
+
+@pytest.mark.parametrize("state", ["success", "failed", "upstream_failed", "skipped"])
+def test_when_the_training_is_over_nothing_more_is_waited_for(training, ckpt, state):
+    """Skipped, saying so; what is complete by then is still told."""
+    task = deferred(in_group(ckpt))
+    training.state = state
+    with pytest.raises(AirflowSkipException, match="the training is over and left no such checkpoint in"):
+        task.resume(task.event())
+    assert set(training.asked) == {"training.train"}
+    save(ckpt, 1)
+    assert task.resume(task.event())["global_step"] == 1
+
+
+def test_every_ends_with_the_training(training, ckpt):
+    """All that were found, or skipped when none was."""
+    save(ckpt, 1)
+    task = deferred(in_group(ckpt, which="every"))
+    assert task.resume(task.event()) is task
+    save(ckpt, 2)
+    training.state = "success"
+    while (found := task.resume(task.event())) is task:
+        pass
+    assert [one["global_step"] for one in found] == [1, 2]
+    task = deferred(in_group(ckpt, which="every", min_step=3))
+    with pytest.raises(AirflowSkipException, match="left no such checkpoint"):
+        task.resume(task.event())
+
+
+def test_a_sensor_elsewhere_in_the_dag_knows_its_training(ckpt):
+    """By the key in the handle or the result: DAG, run and group."""
+    with DAG("d", schedule=None):
+        with TaskGroup("training"):
+            TrainOperator(task_id="train", handle=None)
+        outside = sensor(ckpt)
+    context = Task(outside).context
+    for key, expected in (("training", "d/r/training#0a1b2c3d"), ("training_id", "d/r/training#0a1b2c3d")):
+        outside.training = {key: expected}
+        assert outside._train_task_id(context) == "training.train"
+    outside.training = {"training": "d/other/training#0a1b2c3d"}
+    assert outside._train_task_id(context) is None
+
+
+# --- object storage -----------------------------------------------------------------------------------------------
+
+
+def test_object_storage_is_polled(ckpt):
+    """Through ObjectStoragePath: prefixes are URLs, halves are passed over, nothing blocks the event loop."""
+    half(ckpt, "a missing shard")
+    url = f"file://{ckpt}"
+    task = Task(sensor(url, poll_secs=0.1))
+    task.execute()
+    writer = threading.Timer(0.5, save, (ckpt, 9))
+    writer.start()
+    found = task.resume(task.event())
+    writer.join()
+    assert (found["checkpoint"], found["global_step"], found["host"]) == (f"{url}/model.ckpt-9", 9, None)
+
+
+def test_objects_of_a_store_without_directories():
+    """Keys in a bucket, times of the store's own kind; a bucket that is not there yet is empty."""
+    from airflow.sdk.io import attach
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    attach("tfpsmem", fs=MemoryFileSystem())
+    from airflow_tfps.storage import Storage
+
+    storage = Storage("tfpsmem://bucket/ckpt")
+    assert storage.complete() == []
+
+
+def test_every_in_object_storage_is_told_unpinned(ckpt):
+    """There is nothing to link; the cursor is kept."""
+    save(ckpt, 1)
+    task = Task(sensor(f"file://{ckpt}", which="every", at_most=2, poll_secs=0.1))
+    task.execute()
+    assert task.resume(task.event()) is task
+    save(ckpt, 2)
+    found = task.resume(task.event())
+    assert [(one["global_step"], one.get("pin")) for one in found] == [(1, None), (2, None)]
+
+
+def test_object_storage_that_does_not_exist():
+    """An unknown scheme is an error that names it, not a wait."""
+    task = Task(sensor("nosuch://bucket/ckpt"))
+    task.execute()
+    with pytest.raises(AirflowFailException, match="object storage that cannot be used"):
+        task.resume(task.event())
+
+
+# --- assets -------------------------------------------------------------------------------------------------------
+
+
+class Events:
+    """A CheckpointEventTrigger as the triggerer runs it, with an asset's state store."""
+
+    def __init__(self, store: Store, **arguments) -> None:
+        name, kwargs = CheckpointEventTrigger(**arguments).serialize()
+        assert name == "airflow_tfps.asset_triggers.CheckpointEventTrigger"
+        self.trigger = CheckpointEventTrigger(**kwargs)
+        self.trigger.asset_state_store = store
+
+    async def take(self, count: int, writer) -> list[dict]:
+        """The next events, while `writer` writes once the trigger watches."""
+        found = []
+        async with asyncio.timeout(30), contextlib.aclosing(self.trigger.run()) as events:
+            writing = asyncio.create_task(writer())
+            while len(found) < count:
+                found.append((await anext(events)).payload)
+            await writing
+        return found
+
+
+def test_an_asset_has_one_event_for_each_new_checkpoint(host, ckpt):
+    """What lies there is no news; after a restart none is told again, and none is missed."""
+    old = save(ckpt, 1)
+    os.utime(f"{old}.index", (1000, 1000))
+    store = Store()
+
+    def writes(*steps):
+        async def write():
+            await store.is_kept.wait()
+            for step in steps:
+                save(ckpt, step)
+                await asyncio.sleep(0)
+
+        return write
+
+    arguments = {"host": host, "directory": str(ckpt)}
+    told = asyncio.run(Events(store, **arguments).take(2, writes(2, 3)))
+    assert [(one["global_step"], one["host"]) for one in told] == [(2, host), (3, host)]
+    assert told[0]["checkpoint"] == str(ckpt / "model.ckpt-2")
+    save(ckpt, 4)
+    # The event of 3 may be told again: its state is kept after it.
+    told = [one["global_step"] for one in asyncio.run(Events(store, **arguments).take(2, writes(5)))]
+    assert told in ([4, 5], [3, 4])
+
+
+def test_a_training_that_begins_again_is_news(ckpt):
+    """Lower steps, younger files, the same directory."""
+    store = Store()
+    save(ckpt, 100)
+    arguments = {"directory": str(ckpt), "existing": True}
+
+    async def nothing():
+        pass
+
+    assert [c["global_step"] for c in asyncio.run(Events(store, **arguments).take(1, nothing))] == [100]
+    store[next(iter(store))].update(global_step=100, time=complete_checkpoints(str(ckpt))[0].time)
+    delete(ckpt / "model.ckpt-100")
+    save(ckpt, 10)
+    assert [c["global_step"] for c in asyncio.run(Events(store, **arguments).take(1, nothing))] == [10]
+
+
+def test_an_asset_may_pin(ckpt):
+    """For whoever is started by the event, who releases it."""
+    store = Store()
+    save(ckpt, 1)
+
+    async def nothing():
+        pass
+
+    arguments = {"directory": str(ckpt), "existing": True, "pin": True}
+    [one] = asyncio.run(Events(store, **arguments).take(1, nothing))
+    delete(ckpt / "model.ckpt-1")
+    assert verify(one["checkpoint"]).tensors == 4
+    with ClusterHook(inventory=Inventory.load(["local"])) as hook:
+        assert [p["owner"] for p in hook.pins("local", str(ckpt))] == [one["pin"]["owner"]]
+        hook.release_pins("local", **one["pin"])
+        save(ckpt, 2)
+        kept = hook.pin("local", str(ckpt), "me")
+        assert kept["global_step"] == 2
+        hook.release_pins("local", str(ckpt), "me", step=2)
+        assert hook.pins("local", str(ckpt)) == []
+
+
+def test_an_asset_trigger_outlives_errors(monkeypatch, ckpt, caplog):
+    """A host that is not in the inventory, say: said once, tried again, and never ended, or Airflow would spin."""
+    from airflow_tfps import asset_triggers
+
+    monkeypatch.setattr(asset_triggers, "RETRY_SECS", (0.01,))
+    events = Events(Store(), directory=str(ckpt), host="nowhere", hosts=["local"])
+
+    async def nothing():
+        pass
+
+    async def run():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5), contextlib.aclosing(events.trigger.run()) as found:
+                await anext(found)
+
+    asyncio.run(run())
+    assert caplog.text.count("host: nowhere is not in the inventory") == 1
