@@ -23,6 +23,7 @@ from tfps_runtime.agent import is_listening
 from tfps_runtime.checkpoint import watch
 from tfps_runtime.followers import integer
 from tfps_runtime.launch import PROXY_VARIABLES
+from tfps_runtime.models import COMMANDS as MODEL_COMMANDS
 from tfps_runtime.processes import runtime_argv, runtime_location
 from tfps_runtime.protocol import (
     MAX_LINE,
@@ -537,6 +538,8 @@ def main(name: str) -> int:
             raise ProtocolError("an object is needed on standard input")
         if name == "put":
             say(put(request, sys.stdin.buffer))
+        elif name in MODEL_COMMANDS:
+            say(MODEL_COMMANDS[name](request))
         else:
             COMMANDS[name](request)
     except RefusedError as error:
