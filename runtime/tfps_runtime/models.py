@@ -44,6 +44,7 @@ EXTRA = "assets.extra"
 RECORD = "tfps.json"
 COMPARED = "compared.json"
 EXPORTED = "model"
+RECALLED = "the current model's as of its promotion"
 LOCK_SECS = 60.0
 STALE_SECS = 24 * 3600.0
 """An export that nobody decided about for so long is removed."""
@@ -135,6 +136,10 @@ class PromoteRequest(Message):
     """Of the model that is to be promoted."""
     keep: int = 5
     """Versions that stay; the current one and the one before always do."""
+    staging: Optional[str] = None
+    """Names the export, if another than `id` does."""
+    may_recall: bool = False
+    """Compare with the current model's metrics as of its promotion, when nobody has evaluated it again."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where it comes from; goes into the record and the history as it is."""
 
@@ -390,10 +395,14 @@ def promote(request: PromoteRequest, *, lock_secs: float = LOCK_SECS) -> dict[st
     with directory.locked(lock_secs):
         current = directory.current
         record = {} if current is None else directory.record(current)
+        staging = directory.staging(request.staging or request.id)
         if record.get("id") == request.id:
+            shutil.rmtree(staging, ignore_errors=True)
             return _answer(directory, record, is_promoted=True)
-        staging = directory.staging(request.id)
-        compared = _compared(staging, current)
+        if request.may_recall and not os.path.exists(os.path.join(staging, COMPARED)):
+            compared = Compared(current, record.get("metrics") or {}, RECALLED if record else "")
+        else:
+            compared = _compared(staging, current)
         current_value = compared.metrics.get(rule.metric)
         if current is not None and current_value is None and rule.compare != _ABSOLUTE:
             raise ProtocolError(f"the current model, version {current}, has no metric {rule.metric[:80]!r}")
