@@ -164,7 +164,7 @@ class _Assessing(Following):
 
 
 class EvaluateOperator(_Assessing):
-    """Evaluate a checkpoint on the host where it lies, beside the training and never in its cluster; deferred meanwhile.
+    """Evaluate a checkpoint on its host, beside the training and never in its cluster; deferred meanwhile.
 
     Returns `{"metrics", "global_step", "checkpoint", "host", "training_id", "metrics_path", "origin"}`. The metrics are
     also in `<checkpoint>.metrics.json` on the host and in an event of the asset `tfps://evaluation/NAME`. Program,

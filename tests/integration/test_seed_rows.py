@@ -64,7 +64,9 @@ def test_s01_threads_and_queues_make_input_while_the_step_runs(stage, tmp_path):
         script = stage.start(SCRIPTS / "queue_input.py", style, directory=tmp_path, compat="tf1")
         assert script.wait() == Exit(code=0), script.log
         ((secs[style],),) = numbers(script.log.splitlines(), re.compile(r"took ([\d.]+) s, loss \d"))
-        threads = 2 if style == "--nofeed" else 0  # one that fills the queue, one that closes it when asked to stop
+        threads = (
+            2 if style == "--nofeed" else 0
+        )  # one that fills the queue, one that closes it when asked to stop
         assert f"joined {threads} threads\n" in script.log
     print(f"30 steps of 0.04 s: {secs['--nofeed']} s with a queue, {secs['--feed']} s feeding")
     assert float(secs["--nofeed"]) < 0.75 * float(secs["--feed"])
@@ -329,7 +331,9 @@ def test_s08_synchronous_mnist_script_ends_with_its_last_step(script_cluster, di
             cluster.tasks[worker].log.splitlines(),
             re.compile(r"After (\d+) training steps \((\d+) global steps\)"),
         )
-        (local, step), (last_local, last_step) = ((int(a), int(b)) for a, b in (rows[len(rows) // 2], rows[-1]))
+        (local, step), (last_local, last_step) = (
+            (int(a), int(b)) for a, b in (rows[len(rows) // 2], rows[-1])
+        )
         assert last_local - local >= 60
         assert abs((last_local - local) - (last_step - step)) <= 4, rows
     result = json.loads((cluster.directory / "result.json").read_text())

@@ -95,9 +95,7 @@ class Shop:
         return staging
 
     def promote(self, id_: str, auc: float, **more) -> dict:
-        return promote(
-            PromoteRequest(str(self.path), id_, more.pop("rule", BETTER), {"auc": auc}, **more)
-        )
+        return promote(PromoteRequest(str(self.path), id_, more.pop("rule", BETTER), {"auc": auc}, **more))
 
     def add(self, id_: str, auc: float, **more) -> dict:
         self.export(id_, id_)
