@@ -80,6 +80,11 @@ def _entry(name: str) -> zipfile.ZipInfo:
     return info
 
 
+def assess_script() -> Path:
+    """The script of an evaluation: part of the runtime, run like any other script."""
+    return Path(tfps_runtime.__file__).parent / "training" / "assess.py"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blob:
     """A program or an input, as it travels: its bytes come from `open`, hash and size are known before."""

@@ -18,6 +18,7 @@ from airflow_tfps.inventory import Inventory
 from airflow_tfps.operators import ProvisionClusterOperator, TeardownClusterOperator, TrainOperator
 from airflow_tfps.sensors import CheckpointSensor, ClusterReadySensor
 from airflow_tfps.spec import JobSpec
+from airflow_tfps.templates import is_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,8 @@ class TrainingTaskGroup(TaskGroup):
 
     Attributes `provision`, `ready`, `train`, `teardown` (and `checkpoint` with `watch_checkpoints`) are the tasks;
     `done` is an empty task after train, on which depends what comes after the group; `output` is train's result.
+    With `job_name`, the job's name unless that is a template, the training's end is an event of the asset
+    `tfps://training/NAME`.
 
     Args:
         group_id: Name of the group; part of the training's key.
@@ -58,6 +61,7 @@ class TrainingTaskGroup(TaskGroup):
         folder = Path(self.dag.fileloc).parent if self.dag is not None and self.dag.fileloc else Path()
         spec = JobSpec.load(job, base_dir=folder, templated=True)
         place = _hosts(hosts, folder)
+        self.job_name: str | None = None if is_template(spec.name) else spec.name
         with self:
             self.provision = ProvisionClusterOperator(
                 task_id="provision",
@@ -68,9 +72,10 @@ class TrainingTaskGroup(TaskGroup):
                 steps=steps,
                 mode=mode,
                 base_dir=str(spec.base_dir or folder),
+                job_name=self.job_name if spec.start_from == "previous" else None,
             )
             self.ready = ClusterReadySensor(task_id="ready", handle=self.provision.output)
-            self.train = TrainOperator(task_id="train", handle=self.provision.output)
+            self.train = TrainOperator(task_id="train", handle=self.provision.output, job_name=self.job_name)
             self.teardown = TeardownClusterOperator(
                 task_id="teardown", handle=self.provision.output, hosts=place, base_dir=str(folder)
             )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from airflow.sdk import BaseHook
 from tfps_runtime.protocol import (
     CheckpointOptions,
+    Paths,
     Program,
     ReserveRequest,
     StartRequest,
@@ -42,9 +43,9 @@ from airflow_tfps.errors import (
     SpecError,
     TfpsError,
 )
-from airflow_tfps.handle import Handle, PlacedTask
+from airflow_tfps.handle import EVALUATOR, Handle, PlacedTask
 from airflow_tfps.inventory import Inventory
-from airflow_tfps.plan import Plan, make_plan
+from airflow_tfps.plan import Plan, PlannedTask, make_plan
 from airflow_tfps.secrets import resolve_secrets
 
 if TYPE_CHECKING:
@@ -293,6 +294,11 @@ class ClusterHook(BaseHook):
             NotReadyError: With `wait`: TF tasks that did not come up within `ready_secs`, and why.
         """
         job.check_runnable()
+        if job.start_from == "previous":
+            raise SpecError(
+                f"job {job.name}",
+                ["start_from: `previous` is found by ProvisionClusterOperator; name a checkpoint's path"],
+            )
         blobs = list(deploy.blobs_of(job))
         secrets = resolve_secrets(job.secrets)
         plan = self._plan(job, None if job.checkpoint.shared else chief_host)
@@ -327,6 +333,7 @@ class ClusterHook(BaseHook):
     def _reserve(self, plan: Plan, job: JobSpec, training: TrainingId) -> dict[str, dict[str, Any]]:
         log.info("%s\n%s", training, plan)
         found = {}
+        trains = plan.chief.task.role != EVALUATOR
         for host in plan.hosts:  # sorted: two trainings that want the same hosts cannot hold half each
             spec = self.inventory[host]
             tasks = plan.on(host)
@@ -340,7 +347,7 @@ class ClusterHook(BaseHook):
                 preload=(*job.preload, *_harness(job)),
                 env={k: str(v) for k, v in job.env.items()},
                 compat=job.compat,
-                checkpoint_dir=_checkpoint_dir(job, spec.workdir, training) if is_chiefs else None,
+                checkpoint_dir=_checkpoint_dir(job, spec.workdir, training) if is_chiefs and trains else None,
                 checkpoint_dir_is_fixed=job.checkpoint.dir is not None,
                 lease_secs=ENSURE_LEASE_SECS,
                 grace_secs=job.timeouts.grace_secs,
@@ -390,9 +397,15 @@ class ClusterHook(BaseHook):
             inventory=self.inventory,
             tasks=tuple(tasks),
             chief=chief.task,
-            checkpoint_dir=reservations[chief.host]["checkpoint_dir"],
+            checkpoint_dir=self._directory(chief, training, reservations[chief.host]),
             blobs={b.key: (b.sha256, b.name) for b in blobs},
         )
+
+    def _directory(self, chief: PlannedTask, training: TrainingId, reservation: Mapping[str, Any]) -> str:
+        """Where the chief writes; of an evaluation, which has no checkpoint directory, its working directory."""
+        if reservation["checkpoint_dir"] is not None:
+            return str(reservation["checkpoint_dir"])
+        return Paths(str(reservation["workdir"]), training, chief.host).task_dir(chief.task)
 
     def _upload(self, plan: Plan, blobs: Sequence[deploy.Blob]) -> dict[str, dict[str, str]]:
         """Bring programs to all hosts and inputs to those that train; host -> blob's key -> path there."""
@@ -402,12 +415,13 @@ class ClusterHook(BaseHook):
             paths = {}
             for blob in blobs:
                 if trains or blob.key in ("program", "script"):
-                    paths[blob.key] = self._put(host, blob)
+                    paths[blob.key] = self.put(host, blob)
             return paths
 
         return self.on_each(plan.hosts, bring)
 
-    def _put(self, host: str, blob: deploy.Blob) -> str:
+    def put(self, host: str, blob: deploy.Blob) -> str:
+        """Bring a program or an input to a host, unless it is there; its path there."""
         request = blob.request(self.inventory[host].workdir)
         answer = self.call(host, "put", {**request, "only_ask": True})
         if not answer["is_there"]:
@@ -520,6 +534,13 @@ class ClusterHook(BaseHook):
         status = self.call(host, "status", handle.request(host))
         return dict(status.get("result") or {})
 
+    def has_checkpoint(self, host: str, prefix: str) -> bool:
+        """Whether a complete checkpoint of this prefix lies on a host."""
+        directory, _, name = prefix.rpartition("/")
+        request = {"directory": directory, "after_step": checkpoint_step(name) - 1, "newest": True}
+        found = self.call(host, "checkpoints", request).get("checkpoint") or {}
+        return str(found.get("prefix", "")).rpartition("/")[2] == name
+
     def log_tail(self, handle: Handle, task: Task, lines: int = 30) -> list[str]:
         """The last lines of a TF task's log."""
         host = handle.of(task).host
@@ -615,6 +636,12 @@ class ClusterHook(BaseHook):
                 )
 
         self.on_each(hosts, release)
+
+
+def checkpoint_step(prefix: str) -> int:
+    """The global step in a checkpoint's name; 0 without one."""
+    step = prefix.rpartition("-")[2]
+    return int(step) if step.isdecimal() else 0
 
 
 def _harness(job: JobSpec) -> tuple[str, ...]:

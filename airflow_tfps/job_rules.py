@@ -139,7 +139,8 @@ def _roles(job: JobSpec, kind: str | None) -> Faults:
                 yield f"roles.{role}", f"unknown role{hint} (other names go with in_graph, script or command)"
         if PS not in job.roles:
             yield "roles.ps", "between-graph replication needs a ps, which holds the variables; add ps: 1"
-    if all(role in (PS, EVALUATOR) for role in job.roles):
+    is_evaluation = kind in ("script", "command") and set(job.roles) == {EVALUATOR}
+    if all(role in (PS, EVALUATOR) for role in job.roles) and not is_evaluation:
         yield "roles", "a role beside ps and evaluator is needed, or nobody trains; add worker: 1"
 
 

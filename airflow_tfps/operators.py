@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from tfps_runtime.protocol import ProtocolError, Task, TaskState, TrainingId, TrainingState, training_key
 
+from airflow_tfps.assets import previous_trainings, tell_assets, training_asset
 from airflow_tfps.errors import BusyError, HostError, SpecError, TfpsError, TrainingFailedError
 from airflow_tfps.triggers import TRAINING_XCOM, QueueTrigger, ReadyTrigger, TrainingTrigger
 
@@ -88,6 +90,7 @@ class ProvisionClusterOperator(BaseOperator):
         steps: Instead of the job's.
         mode: Instead of the job's.
         base_dir: What relative paths in `job` and `hosts` are relative to; default: the DAG file's folder.
+        job_name: The job's name, whose asset tells of earlier trainings; for `start_from: previous`.
     """
 
     template_fields: Sequence[str] = ("job", "hosts", "hparams", "inputs", "steps", "mode")
@@ -104,11 +107,15 @@ class ProvisionClusterOperator(BaseOperator):
         steps: int | str | None = None,
         mode: str | None = None,
         base_dir: str | None = None,
+        job_name: str | None = None,
         retries: int = RETRIES,
         retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
+        if job_name is not None:
+            kwargs.setdefault("inlets", [training_asset(job_name)])
         super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
+        self.job_name = job_name
         self.job = job
         self.hosts = hosts
         self.hparams = hparams
@@ -153,10 +160,11 @@ class ProvisionClusterOperator(BaseOperator):
                     key, "a new training of the same key begins", grace_secs=job.timeouts.grace_secs
                 )
                 lease = max(job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
+                chief_host = self._chief_host(context)
+                if job.start_from == "previous":
+                    job, chief_host = self._start_from_previous(context, hook, job, chief_host)
                 try:
-                    handle = hook.ensure(
-                        job, training, wait=False, lease_secs=lease, chief_host=self._chief_host(context)
-                    )
+                    handle = hook.ensure(job, training, wait=False, lease_secs=lease, chief_host=chief_host)
                 except BusyError as error:
                     self._queue(error, job, since)
         data = handle.to_json()
@@ -191,6 +199,20 @@ class ProvisionClusterOperator(BaseOperator):
             return dict(kept)
         return None
 
+    def _start_from_previous(
+        self, context: Context, hook: ClusterHook, job: JobSpec, chief_host: str | None
+    ) -> tuple[JobSpec, str | None]:
+        """The job with the checkpoint of its last training, and where the chief must run to find it."""
+        for found in previous_trainings(self, context, key_of(self, context)):
+            checkpoint, host = str(found["checkpoint"]), str(found["host"])
+            is_here = chief_host in (None, host) or job.checkpoint.shared
+            if host in hook.inventory.names and is_here and hook.has_checkpoint(host, checkpoint):
+                self.log.info("starting from %s on %s, of %s", checkpoint, host, found["training_id"])
+                return replace(job, start_from=checkpoint), host
+            self.log.info("%s on %s cannot be used any more", checkpoint, host)
+        self.log.info("there is no former training to start from: starting anew")
+        return replace(job, start_from="none"), chief_host
+
     def _chief_host(self, context: Context) -> str | None:
         """Where the chief ran before a retry or a clear: its checkpoints are there."""
         from airflow_tfps.handle import Handle
@@ -204,15 +226,66 @@ class ProvisionClusterOperator(BaseOperator):
             self._hook.close()
 
 
-class TrainOperator(BaseOperator):
+class Following(BaseOperator):
+    """What operators share that wait, deferred, for the verdict over a training or an evaluation of their own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._hook: ClusterHook | None = None
+
+    def _current(self, context: Context) -> Handle:
+        """The handle of what this task has begun."""
+        raise NotImplementedError
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """Airflow's own end of a deferral (a time-out, a broken trigger) must not leave a training behind."""
+        if next_method == "__fail__":
+            from airflow_tfps.hook import ClusterHook
+
+            handle = self._current(context)
+            with ClusterHook(inventory=handle.inventory) as hook:
+                self._stop(hook, handle, "its trigger failed")
+        return super().resume_execution(next_method, next_kwargs, context)
+
+    def on_kill(self) -> None:
+        """Close the connections: the worker may only be restarting. The trigger's kill and the teardown stop."""
+        if self._hook is not None:
+            self._hook.close()
+
+    def _report(self, hook: ClusterHook, handle: Handle, verdict: Verdict, what: str = "training") -> str:
+        """What happened, and the end of the log of the task that failed first."""
+        lines = [f"{what} {verdict.outcome}: {verdict.reason}"]
+        if verdict.task is not None:
+            try:
+                tail = hook.log_tail(handle, Task.parse(verdict.task.partition("@")[0]))
+                lines.append(f"the end of the log of {verdict.task}:")
+                lines.extend(f"  {line}" for line in tail)
+            except TfpsError as error:
+                lines.append(f"its log cannot be read: {error}")
+        return "\n".join(lines)
+
+    def _give_up(self, hook: ClusterHook, handle: Handle, reason: str, *, transient: bool) -> NoReturn:
+        self._stop(hook, handle, reason.splitlines()[0])
+        raise TrainingFailedError(reason, transient=transient)
+
+    def _stop(self, hook: ClusterHook, handle: Handle, reason: str) -> None:
+        try:
+            hook.stop(handle, reason)
+        except TfpsError as error:
+            self.log.warning("%s; the teardown tries again, the lease does the rest", error)
+
+
+class TrainOperator(Following):
     """Start the chief and follow the training, deferred, until it has ended; then stop everything that is left.
 
-    Returns `{"training_id", "global_step", "checkpoint", "host", "metrics", "finished"}`. Needs neither `provision` nor
-    `ready` to have just run: it attaches to the living training, or brings a new incarnation up, which continues from
-    the last complete checkpoint. Raises AirflowFailException when another try cannot help.
+    Returns `{"training_id", "global_step", "checkpoint", "host", "metrics", "finished", "origin"}`; `origin` is what
+    evaluates the checkpoint: job, host, uploads. Needs neither `provision` nor `ready` to have just run: it attaches to
+    the living training, or brings a new incarnation up, which continues from the last complete checkpoint. Raises
+    AirflowFailException when another try cannot help.
 
     Args:
         handle: What ProvisionClusterOperator returned.
+        job_name: The job's name. With it, the training's end is an event of the asset `tfps://training/NAME`.
     """
 
     template_fields: Sequence[str] = ("handle",)
@@ -223,13 +296,16 @@ class TrainOperator(BaseOperator):
         self,
         *,
         handle: Any,
+        job_name: str | None = None,
         retries: int = RETRIES,
         retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
+        if job_name is not None:
+            kwargs.setdefault("outlets", [training_asset(job_name)])
         super().__init__(retries=retries, retry_delay=retry_delay, **kwargs)
         self.handle = handle
-        self._hook: ClusterHook | None = None
+        self.job_name = job_name
 
     def execute(self, context: Context) -> dict[str, Any] | None:
         from airflow_tfps.errors import NotReadyError
@@ -242,7 +318,7 @@ class TrainOperator(BaseOperator):
                 statuses = hook.status(handle)
                 if chief_succeeded(statuses, handle):
                     self.log.info("%s has ended already", handle.training)
-                    return self._finish(hook, handle)
+                    return self._finish(context, hook, handle)
                 if not is_alive(statuses):
                     handle = self._replace(context, hook, handle, statuses)
                 context["ti"].xcom_push(TRAINING_XCOM, str(handle.training))
@@ -282,24 +358,9 @@ class TrainOperator(BaseOperator):
             with ClusterHook(inventory=handle.inventory) as hook:
                 self._hook = hook
                 if verdict.outcome == "succeeded":
-                    return self._finish(hook, handle, verdict.result)
+                    return self._finish(context, hook, handle, verdict.result)
                 report = self._report(hook, handle, verdict)
                 return self._give_up(hook, handle, report, transient=verdict.transient)
-
-    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Airflow's own end of a deferral (a time-out, a broken trigger) must not leave a training behind."""
-        if next_method == "__fail__":
-            from airflow_tfps.hook import ClusterHook
-
-            handle = self._current(context)
-            with ClusterHook(inventory=handle.inventory) as hook:
-                self._stop(hook, handle, "its trigger failed")
-        return super().resume_execution(next_method, next_kwargs, context)
-
-    def on_kill(self) -> None:
-        """Close the connections: the worker may only be restarting. The trigger's kill and the teardown stop."""
-        if self._hook is not None:
-            self._hook.close()
 
     # --- steps
 
@@ -340,9 +401,11 @@ class TrainOperator(BaseOperator):
         self.defer(trigger=TrainingTrigger(handle=handle.to_json()), method_name="finish", timeout=None)
 
     def _finish(
-        self, hook: ClusterHook, handle: Handle, result: Mapping[str, Any] | None = None
+        self, context: Context, hook: ClusterHook, handle: Handle, result: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Stop the stragglers and the ps; a training that has its result is not failed by an unreachable host."""
+        from airflow_tfps.evaluation import origin_of
+
         if not result:
             result = hook.result(handle)
         try:
@@ -350,36 +413,17 @@ class TrainOperator(BaseOperator):
             self.log.info("%s: %s", handle.training, ", ".join(f"{h} {s}" for h, s in sorted(states.items())))
         except HostError as error:
             self.log.warning("%s; the teardown tries again, the lease does the rest", error)
-        return {
+        found = {
             "training_id": str(handle.training),
             "global_step": result.get("global_step"),
             "checkpoint": result.get("checkpoint"),
             "host": handle.chief_host,
             "metrics": dict(result.get("metrics") or {}),
             "finished": True,
+            "origin": origin_of(handle),
         }
-
-    def _report(self, hook: ClusterHook, handle: Handle, verdict: Verdict) -> str:
-        """What happened, and the end of the log of the task that failed first."""
-        lines = [f"training {verdict.outcome}: {verdict.reason}"]
-        if verdict.task is not None:
-            try:
-                tail = hook.log_tail(handle, Task.parse(verdict.task.partition("@")[0]))
-                lines.append(f"the end of the log of {verdict.task}:")
-                lines.extend(f"  {line}" for line in tail)
-            except TfpsError as error:
-                lines.append(f"its log cannot be read: {error}")
-        return "\n".join(lines)
-
-    def _give_up(self, hook: ClusterHook, handle: Handle, reason: str, *, transient: bool) -> NoReturn:
-        self._stop(hook, handle, reason.splitlines()[0])
-        raise TrainingFailedError(reason, transient=transient)
-
-    def _stop(self, hook: ClusterHook, handle: Handle, reason: str) -> None:
-        try:
-            hook.stop(handle, reason)
-        except TfpsError as error:
-            self.log.warning("%s; the teardown tries again, the lease does the rest", error)
+        tell_assets(self, context, found)
+        return found
 
 
 class TeardownClusterOperator(BaseOperator):

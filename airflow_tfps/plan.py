@@ -174,8 +174,11 @@ def make_plan(
 def chief_of(job: JobSpec) -> Task:
     """The TF task that initialises, saves, and whose success is the training's.
 
-    The role `chief`, else `worker:0`, else the first TF task of the first role that may train.
+    The role `chief`, else `worker:0`, else the first TF task of the first role that may train; of an evaluation, which
+    has no other, the evaluator.
     """
+    if set(job.roles) == {EVALUATOR}:
+        return Task(EVALUATOR, 0)
     for role in (*TRAINING_ROLES, *job.roles):
         if role in job.roles and role not in (PS, EVALUATOR):
             return Task(role, 0)
@@ -300,7 +303,7 @@ def _units(
             gpus = role.gpus
             if chief_host is not None:
                 allowed &= {chief_host}
-            if EVALUATOR in job.roles and not is_evaluator_apart:
+            if EVALUATOR in job.roles and task != evaluator and not is_evaluator_apart:
                 beside = job.roles[EVALUATOR]
                 tasks, gpus = (task, evaluator), role.gpus + beside.gpus
                 allowed &= frozenset(beside.hosts or inventory.names)

@@ -387,8 +387,6 @@ class JobSpec:
         faults = [*self.missing_files(), *placeholder_faults(self)]
         if self.is_templated:
             faults.append("some values are still templates")
-        if self.start_from == "previous":
-            faults.append("start_from: `previous` is not available in this version; name a checkpoint's path")
         if "evaluator" in self.roles and self.program is not None:
             faults.append(
                 "roles.evaluator: a program is evaluated by its chief after the last step; remove it"

@@ -8,6 +8,7 @@ USAGE = """usage: python -m tfps_runtime COMMAND
   run PROGRAM --local [--steps N] …   run a program in this one process
   evaluate | predict PROGRAM CHECKPOINT …, export PROGRAM CHECKPOINT DIRECTORY …
   preflight reserve start launch probe status trainings follow logs dump stop release put checkpoints pin sweep
+  promote rollback models note
                                       what airflow-tfps calls on a host: a request as JSON on standard input
 """
 
@@ -31,9 +32,9 @@ def main() -> int:
         from tfps_runtime import local
 
         return local.main(name, sys.argv[2:])
-    from tfps_runtime import commands
+    from tfps_runtime import commands, models
 
-    if name == "put" or name in commands.COMMANDS:
+    if name == "put" or name in commands.COMMANDS or name in models.COMMANDS:
         return commands.main(name)
     sys.stderr.write(USAGE)
     return 2

@@ -19,6 +19,7 @@ from typing import Any, Optional
 from tfps_runtime.agent import is_listening
 from tfps_runtime.answers import say
 from tfps_runtime.followers import integer
+from tfps_runtime.models import COMMANDS as MODEL_COMMANDS
 from tfps_runtime.orphans import end_orphan, orphans
 from tfps_runtime.preflight import preflight
 from tfps_runtime.processes import runtime_argv, runtime_location
@@ -484,6 +485,7 @@ COMMANDS: dict[str, Callable[[dict[str, Any]], Optional[dict[str, Any]]]] = {
     "checkpoints": checkpoints,
     "pin": pin,
     "sweep": sweep,
+    **MODEL_COMMANDS,
 }
 
 

@@ -264,7 +264,7 @@ def test_a_script_may_say_what_the_rest_of_the_system_reads(change):
         ({"command": "./train"}, "command: must be a list, is './train'"),
         ({"progress": "(("}, "progress: must be a regular expression"),
         ({"progress": "loss (.*)"}, "progress: needs a group named step"),
-        ({"roles": {"evaluator": 1}}, "roles: a role beside ps and evaluator is needed"),
+        ({"roles": {"ps": 1, "evaluator": 1}}, "roles: a role beside ps and evaluator is needed"),
     ],
 )
 def test_faults_of_a_command(change, fault):
