@@ -14,13 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_agent import Host, Training, children, host, is_running, wait_until
+from agents import Host, Training, children, is_running, wait_until
 from tfps_runtime import orphans
 from tfps_runtime.protocol import OWNER_FILE, Paths, TrainingId, run_dir
 from tfps_runtime.reserve import Lock, is_held
 from tfps_runtime.sweep import erase, sweep
-
-__all__ = ["host"]  # the fixture
 
 DAY = 86400.0
 
