@@ -7,13 +7,11 @@ import contextlib
 import textwrap
 
 import pytest
-from test_hook import STAND_IN, Lab, Watcher, hook, hosts, lab
+from labs import STAND_IN, Lab, Watcher
 from tfps_runtime.protocol import Task
 
 from airflow_tfps import follow
 from airflow_tfps.progress import Board
-
-__all__ = ["STAND_IN", "hook", "hosts", "lab"]  # fixtures
 
 HANGS = textwrap.dedent(
     """
