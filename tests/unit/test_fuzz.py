@@ -533,6 +533,8 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("status", STATUS),
     ("launch", STATUS),
     ("probe", {"type": "probe", "missing": {"ps:0": "why"}, "failed": None}),
+    ("sweep", {"removed": [{"what": "lock", "name": "/x", "bytes": 5}], "is_complete": True, "faults": [], "count": 1, "bytes": 5}),
+    ("trainings", {"trainings": [{**STATUS, "training": str(ID), "chief": "ps:0", "grace_secs": 5, "changed": 1.5}], "count": 1}),
     ("logs", {"type": "log", "lines": ["x"], "offset": 5}),
     ("stop", {"type": "stopped", "stopped": {str(ID): "STOPPED"}}),
     ("checkpoints", SAID[10]),
@@ -612,6 +614,11 @@ def test_answers(data, known):
                 return
         case "logs":
             assert all(isinstance(line, str) for line in said["lines"])
+        case "sweep":
+            assert sum(one["bytes"] for one in said["removed"]) is not None
+        case "trainings":
+            assert all(isinstance(float(one.get("changed") or 0.0), float) for one in said["trainings"])
+            assert all(isinstance(row["task"], str) for one in said["trainings"] for row in one["tasks"])
         case "stop":
             assert said["stopped"].get(str(ID), "").isascii() or True
         case "checkpoints":
