@@ -42,7 +42,7 @@ from tfps_runtime.uploads import put
 
 from airflow_tfps import forms, remote
 from airflow_tfps.errors import CommandError, NotReadyError, SpecError, TfpsError
-from airflow_tfps.follow import HostFollower
+from airflow_tfps.follow import MAX_EVENTS, HostFollower
 from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.hook import check_probes
 from airflow_tfps.inventory import Inventory
@@ -516,6 +516,17 @@ def test_following(lines):
         LOOP.run_until_complete(follow(lines))
     except TfpsError as error:
         check_size(error)
+
+
+def test_a_host_that_never_stops_telling_is_given_up():
+    """Every event is kept and judged again with the next one: there is an end to that."""
+    follower = HostFollower(HANDLE, "gpu-a", logs=(), lease_secs=None)
+
+    async def hear() -> int:
+        return sum([1 async for _ in follower._messages(Script([json.dumps(SAID[0])] * (MAX_EVENTS + 1)))])
+
+    with pytest.raises(CommandError, match=f"sent more than {MAX_EVENTS} events"):
+        LOOP.run_until_complete(hear())
 
 
 STATUS = {"type": "status", "state": "RUNNING", "is_alive": True, "reason": None, "result": {"global_step": 5},
