@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 SILENT_SECS = 4 * BEAT_SECS
 """A follower that has heard nothing for this long takes the link for lost."""
 RENEW_SECS = 30.0
+MAX_EVENTS = 20_000
+"""Numbered messages of one host: a training has a handful for each start of a TF task."""
 BACKOFF_SECS = (0.5, 1.0, 2.0, 5.0, 10.0)
 COMMAND_SECS = 60.0
 
@@ -76,6 +78,7 @@ class HostFollower:
         self._logs = logs
         self._lease_secs = lease_secs
         self._seen = 0
+        self._events = 0
         self._told: dict[str, int] = {}
         """TF task -> offset up to which its log was heard."""
         self._stream: Any = None
@@ -175,7 +178,11 @@ class HostFollower:
             if self._lease_secs is not None and time.monotonic() - renewed >= RENEW_SECS:
                 renewed = time.monotonic()
                 await self._send({"renew": self._lease_secs})
-            self._seen = max(self._seen, message.get("seq") or 0)
+            if "seq" in message:
+                self._events += 1
+                self._seen = max(self._seen, message["seq"])
+                if self._events > MAX_EVENTS:
+                    raise CommandError(self._host, f"sent more than {MAX_EVENTS} events", code="protocol")
             if message["type"] == Kind.CAUGHT_UP:
                 self.is_caught_up = True
             if message["type"] == Kind.LOG:

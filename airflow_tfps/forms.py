@@ -70,6 +70,16 @@ _STATUS_TASK: Form = {
     "progress": Optional[Progress],
 }
 _SWEPT: Form = {"count": Optional[int], "bytes": Optional[int], "faults": Optional[list[str]]}
+_TRAINING: Form = {
+    "training": str,
+    "chief": Optional[str],
+    "checkpoint_dir": Optional[str],
+    "grace_secs": Optional[float],
+    "changed": Optional[float],
+    "lease_secs": Optional[float],
+}
+_REMOVED: Form = {"what": str, "name": str, "bytes": int}
+_PINNED: Form = {"prefix": str, "global_step": int, "size": int, "time": float}
 _STOPPED: Form = {"stopped": dict[str, str]}
 _ANSWERS: dict[str, Form] = {
     "preflight": {
@@ -79,6 +89,10 @@ _ANSWERS: dict[str, Form] = {
         "public": Optional[list[str]],
         "swept": Optional[dict[str, Any]],
         "versions": Optional[dict[str, Any]],
+        "python": Optional[str],
+        "cpus": Optional[int],
+        "disk_free": Optional[int],
+        "trainings": Optional[list[str]],
     },
     "put": {"path": str, "is_there": bool},
     "start": _STATUS,
@@ -87,19 +101,22 @@ _ANSWERS: dict[str, Form] = {
     "dump": _STATUS,
     "status": _STATUS,
     "probe": {"missing": dict[str, str], "failed": Optional[str]},
-    "logs": {"lines": list[str]},
+    "logs": {"lines": list[str], "offset": Optional[int]},
+    "trainings": {"trainings": list[dict[str, Any]]},
     "stop": _STOPPED,
     "release": _STOPPED,
-    "sweep": _SWEPT,
+    "sweep": {**_SWEPT, "removed": list[dict[str, Any]], "is_complete": bool, "faults": list[str]},
     "pin": {"pins": list[dict[str, Any]]},
-    "checkpoints": {"checkpoint": Optional[Checkpoint]},
+    "checkpoints": {"type": str, "checkpoint": Optional[Checkpoint]},
 }
 
 
-def message_of(host: str, message: dict[str, Any], tasks: Collection[str]) -> dict[str, Any] | None:
+def message_of(
+    host: str, message: dict[str, Any], tasks: Collection[str] | None = None
+) -> dict[str, Any] | None:
     """A follower's message as the rest of the package knows it; None for a kind that is not known here.
 
-    `tasks` are the TF tasks that the host may speak of. What is null is left out. Raises CommandError (code
+    `tasks` are the TF tasks that the host may speak of; None: any. What is null is left out. Raises CommandError (code
     `protocol`).
     """
     kind = str(message.get("type"))
@@ -110,7 +127,7 @@ def message_of(host: str, message: dict[str, Any], tasks: Collection[str]) -> di
         for key in ("seq", "offset", "attempt"):
             if (message.get(key) or 0) < 0:
                 raise ProtocolError(f"{kind}.{key}: a number below 0")
-        if message.get("task") is not None and message["task"] not in tasks:
+        if tasks is not None and message.get("task") is not None and message["task"] not in tasks:
             raise ProtocolError(f"{kind}.task: {message['task'][:80]!r} is no TF task of this host")
     except ProtocolError as error:
         raise _refused(host, "sent a message that makes no sense", error) from None
@@ -126,9 +143,18 @@ def check_answer(host: str, command: str, request: Mapping[str, Any], answer: Ma
         _check(answer, _ANSWERS.get(command, {}), command)
         if command == "reserve":
             _check_reservation(request, Reservation.from_json(answer, command))
-        for i, task in enumerate(answer["tasks"] if _ANSWERS.get(command) is _STATUS else ()):
-            _check(task, _STATUS_TASK, f"{command}.tasks[{i}]")
-            Task.parse(task["task"])
+        if _ANSWERS.get(command) is _STATUS:
+            _check_tasks(answer, command)
+        for i, status in enumerate(answer["trainings"] if command == "trainings" else ()):
+            _check(status, {**_STATUS, **_TRAINING}, f"trainings[{i}]")
+            _check_tasks(status, f"trainings[{i}]")
+        for i, removed in enumerate(answer["removed"] if command == "sweep" else ()):
+            _check(removed, _REMOVED, f"sweep.removed[{i}]")
+        for i, pinned in enumerate(answer["pins"] if command == "pin" else ()):
+            _check(pinned, _PINNED, f"pin.pins[{i}]")
+            _check_path(pinned["prefix"], f"pin.pins[{i}].prefix")
+        if command == "pin" and request.get("action") == "pin" and len(answer["pins"]) != 1:
+            raise ProtocolError("pin.pins: one is needed")
         if answer.get("swept") is not None:
             _check(answer["swept"], _SWEPT, f"{command}.swept")
         if command == "put":
@@ -152,6 +178,12 @@ def checkpoint_of(host: str, message: Mapping[str, Any]) -> Checkpoint | None:
 def _check(message: Mapping[str, Any], form: Form, where: str) -> None:
     for key, kind in form.items():
         check(message.get(key), kind, f"{where}.{key}")
+
+
+def _check_tasks(status: Mapping[str, Any], where: str) -> None:
+    for i, task in enumerate(status["tasks"]):
+        _check(task, _STATUS_TASK, f"{where}.tasks[{i}]")
+        Task.parse(task["task"])
 
 
 def _check_reservation(request: Mapping[str, Any], reservation: Reservation) -> None:

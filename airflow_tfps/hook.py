@@ -162,7 +162,8 @@ class ClusterHook(BaseHook):
         found = remote.answers(host, command, completed)
         if not found:
             raise remote.not_ready(host, command, completed)
-        forms.check_answer(host, command, request, found[-1])
+        for answer in found if command == "checkpoints" else found[-1:]:
+            forms.check_answer(host, command, request, answer)
         return found
 
     @contextlib.contextmanager
@@ -173,7 +174,9 @@ class ClusterHook(BaseHook):
         self.connect([host])
         spec, transport = self.inventory[host], self._transports[host]
         with transport.stream(remote.argv(spec, command), remote.request_line(request)) as lines:
-            yield (message for line in lines if (message := remote.read_line(host, line)) is not None)
+            said = (remote.read_line(host, line) for line in lines)
+            found = (forms.message_of(host, one) for one in said if one is not None)
+            yield (message for message in found if message is not None)
 
     def host_key(self, host: str) -> str | None:
         """Fingerprint of the key with which a host proved who it is; None for this machine. Connects."""
@@ -652,7 +655,7 @@ def _harness(job: JobSpec) -> tuple[str, ...]:
 def _log_sweep(host: str, swept: Any) -> None:
     if isinstance(swept, dict) and swept.get("count"):
         log.info("%s: swept %s leftovers, %s bytes", host, swept["count"], swept.get("bytes"))
-    for fault in swept.get("faults", ())[:5] if isinstance(swept, dict) else ():
+    for fault in (swept.get("faults") or ())[:5] if isinstance(swept, dict) else ():
         log.warning("%s: not swept: %s", host, fault)
 
 

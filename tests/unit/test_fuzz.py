@@ -42,7 +42,7 @@ from tfps_runtime.uploads import put
 
 from airflow_tfps import forms, remote
 from airflow_tfps.errors import CommandError, NotReadyError, SpecError, TfpsError
-from airflow_tfps.follow import HostFollower
+from airflow_tfps.follow import MAX_EVENTS, HostFollower
 from airflow_tfps.handle import Handle, PlacedTask
 from airflow_tfps.hook import check_probes
 from airflow_tfps.inventory import Inventory
@@ -455,6 +455,10 @@ SAID: list[dict[str, Any]] = [
 RULES = Rules(tasks={str(t.task): t.host for t in HANDLE.tasks}, chief="worker:0")
 
 
+LOOP = asyncio.new_event_loop()
+"""One for all: making one takes longer than what is tried in it."""
+
+
 class Script:
     """A command's output, as a transport hands it on."""
 
@@ -491,7 +495,7 @@ SAID_LINES = st.one_of(
 
 
 @FUZZ
-@given(st.lists(SAID_LINES, max_size=6))
+@given(st.lists(SAID_LINES, max_size=4))
 @example([json.dumps({"type": "log", "task": "worker:0"})])
 @example([json.dumps({"type": "log", "task": "worker:0", "offset": "x", "lines": 5})])
 @example([json.dumps({"type": "unreachable", "secs": "x"})])
@@ -509,9 +513,20 @@ SAID_LINES = st.one_of(
 def test_following(lines):
     """Whatever a host's follower prints, a trigger goes on, or ends with one of our errors; the board stays small."""
     try:
-        asyncio.run(follow(lines))
+        LOOP.run_until_complete(follow(lines))
     except TfpsError as error:
         check_size(error)
+
+
+def test_a_host_that_never_stops_telling_is_given_up():
+    """Every event is kept and judged again with the next one: there is an end to that."""
+    follower = HostFollower(HANDLE, "gpu-a", logs=(), lease_secs=None)
+
+    async def hear() -> int:
+        return sum([1 async for _ in follower._messages(Script([json.dumps(SAID[0])] * (MAX_EVENTS + 1)))])
+
+    with pytest.raises(CommandError, match=f"sent more than {MAX_EVENTS} events"):
+        LOOP.run_until_complete(hear())
 
 
 STATUS = {"type": "status", "state": "RUNNING", "is_alive": True, "reason": None, "result": {"global_step": 5},
@@ -529,6 +544,8 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("status", STATUS),
     ("launch", STATUS),
     ("probe", {"type": "probe", "missing": {"ps:0": "why"}, "failed": None}),
+    ("sweep", {"removed": [{"what": "lock", "name": "/x", "bytes": 5}], "is_complete": True, "faults": [], "count": 1, "bytes": 5}),
+    ("trainings", {"trainings": [{**STATUS, "training": str(ID), "chief": "ps:0", "grace_secs": 5, "changed": 1.5}], "count": 1}),
     ("logs", {"type": "log", "lines": ["x"], "offset": 5}),
     ("stop", {"type": "stopped", "stopped": {str(ID): "STOPPED"}}),
     ("checkpoints", SAID[10]),
@@ -608,6 +625,11 @@ def test_answers(data, known):
                 return
         case "logs":
             assert all(isinstance(line, str) for line in said["lines"])
+        case "sweep":
+            assert sum(one["bytes"] for one in said["removed"]) is not None
+        case "trainings":
+            assert all(isinstance(float(one.get("changed") or 0.0), float) for one in said["trainings"])
+            assert all(isinstance(row["task"], str) for one in said["trainings"] for row in one["tasks"])
         case "stop":
             assert said["stopped"].get(str(ID), "").isascii() or True
         case "checkpoints":

@@ -19,7 +19,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-import test_hook
+from labs import Watcher
 from tfps_runtime.protocol import Paths, ProtocolError, Task, TrainingId, run_dir
 
 from airflow_tfps import remote
@@ -29,8 +29,7 @@ from airflow_tfps.inventory import Inventory
 from airflow_tfps.spec import JobSpec
 from airflow_tfps.ssh.wire import quote
 
-hosts, lab, hook = test_hook.hosts, test_hook.lab, test_hook.hook
-RUNTIME = Path(__file__).parents[2] / "runtime"
+RUNTIME = Path(__file__).parents[3] / "runtime"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 STRANGER = 54321
 
@@ -130,7 +129,7 @@ def test_planted_secrets_are_nowhere(lab, define, tmp_path, monkeypatch, caplog,
         tasks = {t["pid"] for s in statuses.values() for t in s["tasks"] if t.get("pid")}
         assert (holders(needles[:1])[0] != set()) == (launch == "spawn")  # else the look would prove nothing
         look(tasks)
-        watcher = test_hook.Watcher(handle)
+        watcher = Watcher(handle)
         hook.launch(handle)
         asyncio.run(watcher.run(at=lambda m: m["type"] == "log"))
         look(tasks | {t["pid"] for s in hook.status(handle).values() for t in s["tasks"] if t.get("pid")})
