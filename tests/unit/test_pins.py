@@ -358,6 +358,20 @@ def test_a_watcher_that_is_left_ends_when_its_owner_releases(ckpt):
     assert pins(str(ckpt)) == []
 
 
+def test_a_watcher_makes_no_directories_for_a_trainer(tmp_path):
+    """Where nothing is yet; when it comes, it is pinned."""
+    one = Watcher(tmp_path / "later" / "ckpt")
+    (tmp_path / "later").mkdir()
+    save(tmp_path / "later" / "ckpt", 1)
+    assert one.next()["pin"]["global_step"] == 1
+    one.leave()
+    one.wait_until_nothing_is_left()
+    assert ask("checkpoints", {"directory": str(tmp_path / "no" / "ckpt"), "pin": "me"}) == [
+        {"type": "caught_up"}
+    ]
+    assert not (tmp_path / "no").exists()
+
+
 def test_pins_are_messages(ckpt):
     """What is said of a pin can be read back."""
     save(ckpt, 1)
