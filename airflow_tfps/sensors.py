@@ -206,7 +206,7 @@ class CheckpointSensor(BaseSensorOperator):
         if reason is None and len(kept) < self.at_most:
             self._wait(context, deadline)
         if not kept or "transient" in event:
-            self._end(event)
+            raise self._end(event)
         self.log.info(
             "%d checkpoints; %s", len(kept), reason or f"that is all that is taken ({self.at_most})"
         )
