@@ -194,6 +194,8 @@ class CheckpointSensor(BaseSensorOperator):
         """Resume with some of every checkpoint: keep them, and wait for more unless it is over."""
         kept = self._kept(context)
         for one in event.get("checkpoints") or []:
+            if one in kept:  # Airflow may deliver an event twice
+                continue
             self.log.info("found %s (global step %s)", one["checkpoint"], one["global_step"])
             if one.get("host") is not None and one.get("pin") is None:
                 self.log.warning("%s is not pinned: its trainer may delete it", one["checkpoint"])
@@ -204,7 +206,7 @@ class CheckpointSensor(BaseSensorOperator):
         if reason is None and len(kept) < self.at_most:
             self._wait(context, deadline)
         if not kept or "transient" in event:
-            self._end(event)
+            raise self._end(event)
         self.log.info(
             "%d checkpoints; %s", len(kept), reason or f"that is all that is taken ({self.at_most})"
         )

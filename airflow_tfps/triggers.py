@@ -368,6 +368,7 @@ class CheckpointTrigger(BaseTrigger):
     """Airflow pushes nothing to a trigger: whether train is over must be asked."""
     GATHER_SECS = 1.0
     """What comes within so short a time after the first goes into the same event."""
+    CLOSE_SECS = 10.0
 
     def __init__(
         self,
@@ -418,6 +419,10 @@ class CheckpointTrigger(BaseTrigger):
             "version": self.version,
         }
 
+    @property
+    def _room(self) -> int:
+        return self.room if self.which == "every" else 1
+
     async def run(self) -> AsyncIterator[TriggerEvent]:
         began = time.monotonic()
         found: list[dict[str, Any]] = []
@@ -428,8 +433,10 @@ class CheckpointTrigger(BaseTrigger):
         except TfpsError as error:
             event = {"reason": str(error), "transient": error.transient}
         finally:
+            if len(found) < self._room:  # else it is about to end, and closes its connection
+                watching.cancel()
+            await asyncio.wait({watching}, timeout=self.CLOSE_SECS)
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
         if self.which == "every":
             event["checkpoints"] = found[: self.room]
         else:
@@ -490,12 +497,11 @@ class CheckpointTrigger(BaseTrigger):
             pin=self.pin if spec is not None else None,
             poll_secs=self.poll_secs,
         )
-        room = self.room if self.which == "every" else 1
         async with contextlib.aclosing(found_here):
             async for one in found_here:
                 found.append({**one, "host": None if spec is None else spec.name})
                 arrived.set()
-                if len(found) >= room:
+                if len(found) >= self._room:
                     return
 
     async def _training_has_ended(self) -> None:

@@ -1,9 +1,9 @@
 """Removing what dead trainings left on a host, and nothing else.
 
 Standard library only. Names that are not ours, other users' files and whatever lies behind a symbolic link are left
-alone; so are checkpoints, wherever they lie. What somebody may be taking up at this very moment is first put aside by a
-rename, looked at again, and put back if it is wanted. Several hosts may share a workdir: a training is over when it is
-over on all of them, which another host's events say, or our own locks.
+alone; so are checkpoints, wherever they lie, but for pins whose lease is over. What somebody may be taking up at this
+very moment is first put aside by a rename, looked at again, and put back if it is wanted. Several hosts may share a
+workdir: a training is over when it is over on all of them, which another host's events say, or our own locks.
 
     sweep({"workdir": "~/.tfps", "host": "gpu-a"})
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tfps_runtime.orphans import describe, end_orphan, orphans
+from tfps_runtime.pins import PINS_SUFFIX, pins, sweep as sweep_pins
 from tfps_runtime.processes import runtime_location
 from tfps_runtime.protocol import (
     OWNER_FILE,
@@ -76,7 +77,7 @@ def sweep(message: dict[str, Any]) -> dict[str, Any]:
     one = _Sweep(request)
     steps: list[Callable[[], None]] = [one.processes, one.locks]
     if request.workdir is not None and request.host is not None:
-        steps += [one.trainings, one.blobs, one.runtimes]
+        steps += [one.trainings, one.pins, one.blobs, one.runtimes]
     is_complete = True
     for step in steps:
         try:
@@ -239,6 +240,20 @@ class _Sweep:
                     found = self.survey(folder)
                     if found.is_ours:
                         self.take_away("program or input", folder, root, found.bytes, self.is_unused)
+
+    def pins(self) -> None:
+        """Pins of checkpoint directories in the workdir whose lease is over: their owners are gone."""
+        for path in self.folders(os.path.join(self.workdir, "checkpoints")):
+            directory = path[: -len(PINS_SUFFIX)]
+            if not path.endswith(PINS_SUFFIX) or os.path.islink(directory):
+                continue
+            self.out_of_time()
+            with self.tolerance(path):
+                gone = [one for one in pins(directory) if one.until < self.now]
+                if not self.request.dry_run:
+                    gone = sweep_pins(directory, self.now)
+                for one in gone:
+                    self.note("pin", one.directory, one.size)
 
     def runtimes(self) -> None:
         """Runtimes of other versions, likewise."""

@@ -122,14 +122,19 @@ class _Keeper:
         self._renewed = float("-inf")
         self._token = f"{os.getpid()} {time.time_ns()}"
         self._marker = os.path.join(pins_dir(directory), f".{digest(owner)}")
+        self._is_marked = False
         sweep(directory)
         self._mark()
 
     def _mark(self) -> None:
         try:
-            os.makedirs(os.path.dirname(self._marker), mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(self._marker), 0o700)
             with open(self._marker, "w", encoding="ascii") as file:
                 file.write(self._token)
+            self._is_marked = True
+        except FileNotFoundError:  # where the checkpoints will be is not there yet
+            pass
         except OSError as error:
             raise RefusedError(
                 "workdir", f"pins go to {os.path.dirname(self._marker)}: {error.strerror}"
@@ -156,6 +161,8 @@ class _Keeper:
 
     def keep(self, checkpoint: Checkpoint) -> tuple[bool, Optional[Pin]]:
         """Whether it was gone, and its pin; without one when the owner has as many as it may."""
+        if not self._is_marked:
+            self._mark()
         taken = pins(self._directory, self._owner)
         if len(taken) >= PINS_AT_MOST and checkpoint not in [one.checkpoint for one in taken]:
             return False, None

@@ -20,6 +20,7 @@ from tfps_runtime.checkpoint import (
     read_state,
     verify,
 )
+from tfps_runtime.pins import pin
 
 pytestmark = pytest.mark.tensorflow
 
@@ -106,6 +107,32 @@ def test_a_moved_directory_is_read_where_it_is(saved, kind, tmp_path):
     prefix = moved(saved[kind]["prefix"], tmp_path / "elsewhere")
     assert latest_checkpoint(str(prefix.parent)).prefix == str(prefix)
     assert read_state(str(prefix.parent))[0] == str(prefix)
+
+
+PINNED = """
+import json, sys
+import tensorflow as tf
+for directory in sys.argv[1:]:
+    newest = tf.train.latest_checkpoint(directory)
+    print(json.dumps([newest, sorted(tf.train.load_checkpoint(newest).get_variable_to_shape_map())]))
+"""
+
+
+def test_tensorflow_reads_pins(saved, tmp_path):
+    """After the trainer has deleted its own: the state file of a pin is one that TensorFlow understands."""
+    taken = []
+    for kind in KINDS:
+        prefix = moved(saved[kind]["prefix"], tmp_path / kind)
+        taken.append(pin(str(prefix.parent), latest_checkpoint(str(prefix.parent)), "me"))
+        shutil.rmtree(prefix.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", PINNED, *(one.directory for one in taken)],
+        check=True, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert said == [
+        [one.prefix, sorted(saved[kind]["tensors"])] for one, kind in zip(taken, KINDS, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

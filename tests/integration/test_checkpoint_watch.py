@@ -27,10 +27,11 @@ from airflow_tfps.hook import ClusterHook
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.operators import TrainOperator
 from airflow_tfps.sensors import CURSOR_KEY, CheckpointSensor
+from airflow_tfps.storage import Storage
 from airflow_tfps.triggers import CheckpointTrigger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from bundles import delete, save, save_sharded, write_state  # beside the unit tests
+from bundles import TENSORS, delete, index, save, save_sharded, write_state  # beside the unit tests
 
 
 class Store(dict):
@@ -207,7 +208,7 @@ def test_in_time_or_not_at_all(ckpt):
         ({"which": "all"}, "which: 'all' is none of latest, every, final"),
         ({"at_most": 21}, "at_most: from 1 to 20, is 21"),
         ({"min_step": "many"}, "min_step: a number is needed, is 'many'"),
-        ({"hosts": {"gpu-z": {"address": "127.0.0.9"}}}, "host: local is not in the inventory"),
+        ({"hosts": {"gpu_z": {"address": "127.0.0.9"}}}, "host: local is not in the inventory"),
         ({"checkpoint_dir": None}, "exactly one of training and checkpoint_dir is needed"),
     ],
 )
@@ -369,15 +370,24 @@ def test_object_storage_is_polled(ckpt):
     assert (found["checkpoint"], found["global_step"], found["host"]) == (f"{url}/model.ckpt-9", 9, None)
 
 
-def test_objects_of_a_store_without_directories():
-    """Keys in a bucket, times of the store's own kind; a bucket that is not there yet is empty."""
+def test_objects_of_a_bucket():
+    """Keys without directories, times of the store's own kind; a bucket that is not there yet is empty."""
     from airflow.sdk.io import attach
     from fsspec.implementations.memory import MemoryFileSystem
 
-    attach("tfpsmem", fs=MemoryFileSystem())
-    from airflow_tfps.storage import Storage
-
-    storage = Storage("tfpsmem://bucket/ckpt")
+    attach("memory", fs=MemoryFileSystem())
+    storage, bucket = Storage("memory://bucket/ckpt/"), MemoryFileSystem()
+    assert storage.complete() == []
+    bucket.pipe("/bucket/ckpt/m-3.index", index(TENSORS))
+    assert storage.complete() == []
+    bucket.pipe("/bucket/ckpt/m-3.data-00000-of-00001", b"x" * 999)
+    assert storage.complete() == []
+    began = time.time()
+    bucket.pipe("/bucket/ckpt/m-3.data-00000-of-00001", b"x" * 1000)
+    [found] = storage.complete()
+    assert (found.prefix, found.global_step) == ("memory://bucket/ckpt/m-3", 3)
+    assert abs(found.time - began) < 60
+    bucket.pipe("/bucket/ckpt/m-3.index", index(TENSORS)[:-1])
     assert storage.complete() == []
 
 

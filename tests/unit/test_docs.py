@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bundles import save
 from tfps_runtime import commands, protocol, uploads
 from tfps_runtime.agent import Agent
 
@@ -36,7 +37,17 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in 
 PROTOCOL, STATES = PAGES["docs/protocol.md"], PAGES["docs/states.md"]
 TROUBLES, JOBS = PAGES["docs/troubleshooting.md"], PAGES["docs/jobs.md"]
 
-KINDS = {"yaml job", "yaml hosts", "json connection", "python program", "python dag", "sh", "mermaid", ""}
+KINDS = {
+    "yaml job",
+    "yaml hosts",
+    "json connection",
+    "python program",
+    "python dag",
+    "sh",
+    "mermaid",
+    "",
+    "python reader",
+}
 INVENTORY = Inventory.from_dict(
     {"hosts": {"gpu-a": {"address": "10.0.0.1", "gpus": 4}, "gpu-b": {"address": "10.0.0.2", "gpus": 4}}}
 )
@@ -158,9 +169,21 @@ def test_programs_have_their_two_functions(block):
     assert functions["model_fn"] == ["features", "labels", "mode", "params"]
 
 
+@blocks("python reader")
+def test_the_reader_reads(block, tmp_path, capsys):
+    """The example of reading a checkpoint is run on one."""
+    prefix = save(tmp_path, 7)
+    assert "/data/ckpt/digits" in block.text
+    exec(block.text.replace("/data/ckpt/digits", str(tmp_path)), {})
+    said = capsys.readouterr().out
+    assert f"{prefix} 7 " in said
+    assert "w/Adagrad uint8 (92,) 0 208 92 0" in said
+
+
 IMPORT_DAGS = """
 import gc, importlib.util, json, sys
 from airflow.sdk import DAG
+gc.disable()  # nothing but their cycles keeps them
 for number, path in enumerate(sys.argv[1:]):
     spec = importlib.util.spec_from_file_location(f"page_{number}", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -319,6 +342,7 @@ def ask(command: str, request: dict[str, Any]) -> list[dict[str, Any]]:
         ("trainings", {}),
         ("stop", {}),
         ("sweep", {"training": None}),
+        ("pin", {"directory": "/nowhere/ckpt"}),
     ],
 )
 def test_answers_are_documented(command, request_, tmp_path):
@@ -358,6 +382,14 @@ def test_messages_are_documented(tmp_path):
     assert [message["type"] for message in said] == ["caught_up", "gone"]
     for message in said:
         assert set(message) <= rows[message["type"]] | {"type"}
+
+
+def test_checkpoint_messages_are_documented(tmp_path):
+    """So do the keys of a complete checkpoint and of its pin."""
+    save(tmp_path / "ckpt", 3)
+    first, _ = ask("checkpoints", {"directory": str(tmp_path / "ckpt"), "pin": "me"})
+    assert set(first) | set(first["checkpoint"]) <= documented("checkpoints")
+    assert set(first["pin"]) <= documented("pin")
 
 
 def test_refusals_are_documented():

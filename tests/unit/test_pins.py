@@ -137,6 +137,24 @@ def test_pins_of_owners_that_are_gone_are_swept(ckpt):
     assert [p.owner for p in sweep(str(ckpt), time.time() + 2000)] == ["alive"]
 
 
+def test_a_hosts_sweep_takes_pins_of_owners_that_are_gone(tmp_path):
+    """In its workdir; it says so, and a dry run only says so."""
+    directory = tmp_path / "checkpoints" / "nightly-0123456789ab"
+    directory.parent.mkdir()
+    save(directory, 1)
+    pin(str(directory), newest(directory), "gone", secs=-1)
+    kept = pin(str(directory), newest(directory), "alive")
+    answers = []
+    for dry_run in (True, False):
+        request = {"workdir": str(tmp_path), "host": "gpu-a", "dry_run": dry_run}
+        [answer] = ask("sweep", request)
+        assert [one["what"] for one in answer["removed"] if one["what"] == "pin"] == ["pin"]
+        answers.append(len(pins(str(directory))))
+    assert answers == [2, 1]
+    assert pins(str(directory)) == [kept]
+    assert [c.global_step for c in complete_checkpoints(str(directory))] == [1]
+
+
 def test_what_is_gone_cannot_be_pinned(ckpt):
     """None, and nothing is left behind."""
     prefix = save(ckpt, 1)
@@ -356,6 +374,20 @@ def test_a_watcher_that_is_left_ends_when_its_owner_releases(ckpt):
     ask("pin", {"directory": str(ckpt), "owner": "me", "action": "release"})
     one.wait_until_nothing_is_left()
     assert pins(str(ckpt)) == []
+
+
+def test_a_watcher_makes_no_directories_for_a_trainer(tmp_path):
+    """Where nothing is yet; when it comes, it is pinned."""
+    one = Watcher(tmp_path / "later" / "ckpt")
+    (tmp_path / "later").mkdir()
+    save(tmp_path / "later" / "ckpt", 1)
+    assert one.next()["pin"]["global_step"] == 1
+    one.leave()
+    one.wait_until_nothing_is_left()
+    assert ask("checkpoints", {"directory": str(tmp_path / "no" / "ckpt"), "pin": "me"}) == [
+        {"type": "caught_up"}
+    ]
+    assert not (tmp_path / "no").exists()
 
 
 def test_pins_are_messages(ckpt):

@@ -67,7 +67,7 @@ def test_everything_named_exists():
     """Each module and class that the provider info names can be imported, and the hook belongs to its connection."""
     kinds = ("operators", "sensors", "hooks", "triggers")
     modules = [module for kind in kinds for entry in INFO[kind] for module in entry["python-modules"]]
-    assert len(modules) >= len(kinds)
+    assert len(modules) == len(set(modules)) >= len(kinds)
     for module in modules:
         importlib.import_module(module)
     for connection in INFO["connection-types"]:

@@ -53,9 +53,20 @@ def listen(port: int) -> None:
 
 
 def block(*entries: tuple[bytes, bytes]) -> bytes:
-    """A block of LevelDB's table format, without a checksum: short entries, one restart point."""
+    """A block of LevelDB's table format: short entries, one restart point."""
     rows = b"".join(bytes([0, len(key), len(value)]) + key + value for key, value in entries)
     return rows + struct.pack("<II", 0, 1)
+
+
+def trailer(content: bytes) -> bytes:
+    """What follows a block: no compression, and the masked CRC-32C of both."""
+    crc = 0xFFFFFFFF
+    for byte in content + b"\0":
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return b"\0" + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def index_table() -> bytes:
@@ -64,11 +75,10 @@ def index_table() -> bytes:
     data = block((b"", header), (b"global_step", tensor))
     meta = block()
     index = block((b"global_step", bytes([0, len(data)])))
-    trailer = bytes(5)  # no compression; the checksum
     meta_at, index_at = len(data) + 5, len(data) + len(meta) + 10
     handles = bytes([meta_at, len(meta), index_at, len(index)])  # all below 128: varints of one byte
     footer = handles.ljust(40, b"\0") + struct.pack("<Q", TABLE_MAGIC)
-    return data + trailer + meta + trailer + index + trailer + footer
+    return data + trailer(data) + meta + trailer(meta) + index + trailer(index) + footer
 
 
 def save(directory: str, step: int) -> None:
