@@ -282,7 +282,7 @@ def trainings(request: dict[str, Any]) -> dict[str, Any]:
     host, key = str(request["host"]), request.get("key")
     records = [(record.workdir, record.training) for _, record in living() if record.host == host]
     if request.get("ended"):
-        workdir = os.path.expanduser(str(request["workdir"]))
+        workdir = check_place(host, str(request["workdir"]))
         records += [(workdir, training) for training in known(workdir, host)]
     found: dict[str, dict[str, Any]] = {}
     for workdir, name in records:
