@@ -27,6 +27,7 @@ from airflow_tfps.errors import (
 from airflow_tfps.handle import Handle
 from airflow_tfps.hook import ClusterHook, check_probes, probe_request
 from airflow_tfps.inventory import Inventory
+from airflow_tfps.spec import JobSpec
 
 # --- bringing a cluster up --------------------------------------------------------------------------------------------
 
