@@ -72,9 +72,14 @@ class BusyError(TfpsError):
 
 
 class NotReadyError(TfpsError):
-    """The cluster did not become ready; names the TF tasks that are missing, and why."""
+    """The cluster did not become ready; names the TF tasks that are missing, and why.
 
-    transient = True
+    Final when a TF task has ended in a way that says the program is wrong.
+    """
+
+    def __init__(self, message: str, *, transient: bool = True) -> None:
+        super().__init__(message)
+        self.transient = transient
 
 
 class TrainingFailedError(TfpsError):

@@ -44,7 +44,13 @@ _EVERY: Form = {
     "last": Optional[bool],
 }
 _MESSAGES: dict[str, Form] = {
-    Kind.TASK: {"task": str, "state": TaskState, "attempt": Optional[int], "exit": Optional[Exit]},
+    Kind.TASK: {
+        "task": str,
+        "state": TaskState,
+        "attempt": Optional[int],
+        "exit": Optional[Exit],
+        "stalled": Optional[bool],
+    },
     Kind.TRAINING: {"state": TrainingState},
     Kind.RESULT: {"task": Optional[str], "result": Result},
     Kind.PROGRESS: {"task": str, "progress": Progress},
@@ -100,9 +106,14 @@ _ANSWERS: dict[str, Form] = {
     "renew": _STATUS,
     "dump": _STATUS,
     "status": _STATUS,
-    "probe": {"missing": dict[str, str], "failed": Optional[str]},
-    "logs": {"lines": list[str], "offset": Optional[int]},
     "trainings": {"trainings": list[dict[str, Any]]},
+    "probe": {
+        "missing": dict[str, str],
+        "failed": Optional[str],
+        "exit": Optional[Exit],
+        "time": Optional[float],
+    },
+    "logs": {"lines": list[str], "offset": Optional[int]},
     "stop": _STOPPED,
     "release": _STOPPED,
     "sweep": {**_SWEPT, "removed": list[dict[str, Any]], "is_complete": bool, "faults": list[str]},

@@ -45,6 +45,7 @@ from airflow_tfps.errors import (
 )
 from airflow_tfps.handle import EVALUATOR, Handle, PlacedTask
 from airflow_tfps.inventory import Inventory
+from airflow_tfps.judge import says_wrong_program
 from airflow_tfps.plan import Plan, PlannedTask, make_plan
 from airflow_tfps.secrets import resolve_secrets
 
@@ -682,9 +683,13 @@ def probe_request(
 
 def check_probes(handle: Handle, probes: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises NotReadyError unless all hosts reached every TF task."""
-    failed = [str(p["failed"]) for p in probes.values() if p.get("failed")]
+    failed = sorted(
+        (p for p in probes.values() if p.get("failed")), key=lambda p: float(p.get("time") or "inf")
+    )
     if failed:
-        raise NotReadyError("\n".join(failed))
+        exits_are_final = handle.job.program is not None
+        is_final = exits_are_final and any(says_wrong_program(p.get("exit") or {}) for p in failed)
+        raise NotReadyError("\n".join(str(p["failed"]) for p in failed), transient=not is_final)
     missing = []
     labels = {str(placed.task): placed.label for placed in handle.tasks}
     for host, found in sorted(probes.items()):

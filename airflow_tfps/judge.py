@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 UNREACHABLE = "unreachable"
 """Type of an observer's own event: `{"type": …, "host": …, "secs": …}`, how long there has been no connection."""
 
+MAX_EARLIER = 3
+"""Of the TF tasks that had failed before the one that mattered, so many are named."""
+
 Outcome = Literal["succeeded", "failed", "stopped", "expired"]
 
 
@@ -46,7 +49,7 @@ class Verdict:
     outcome: Outcome
     reason: str
     task: str | None = None
-    """The first failing TF task, `worker:1@gpu-a`."""
+    """The first TF task whose failure mattered, `worker:1@gpu-a`."""
     transient: bool = False
     result: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,6 +90,12 @@ def judge(rules: Rules, events: Iterable[Mapping[str, Any]]) -> Verdict | None:
     does an event that is heard twice. Anything heard from a host means that it can be reached.
     """
     return _Trial(rules).hear(events)
+
+
+def says_wrong_program(exit_: Mapping[str, Any]) -> bool:
+    """Whether a harness program ended in a way that no other try can mend; a script's exit codes say nothing."""
+    code = exit_.get("code")
+    return code is not None and code != EXIT_TRY_AGAIN and code < 128
 
 
 class _Trial:
@@ -193,10 +202,16 @@ class _Trial:
 
     def failed(self, task: str) -> Verdict:
         why = self.whys.get(task, {})
-        reason = str(why.get("reason") or "failed")
+        reason = f"{self.label(task)}: {why.get('reason') or 'failed'}"
+        earlier = self.order[: self.order.index(task)] if task in self.whys else []
+        if earlier:  # the training could do without them, but the cause may be theirs
+            whys = (
+                f"{self.label(t)}: {self.whys[t].get('reason') or 'failed'}" for t in earlier[:MAX_EARLIER]
+            )
+            reason += f" (before it {'; '.join(whys)})"
         return Verdict(
             outcome="failed",
-            reason=f"{self.label(task)}: {reason}",
+            reason=reason,
             task=self.label(task),
             transient=self.is_transient(task, why),
         )
@@ -204,10 +219,7 @@ class _Trial:
     def is_transient(self, task: str, why: Mapping[str, Any]) -> bool:
         if self.states.get(task) is TaskState.LOST:
             return True
-        code = (why.get("exit") or {}).get("code")
-        if code is None or code == EXIT_TRY_AGAIN or code >= 128:
-            return True
-        return not self.rules.exits_are_final
+        return not (self.rules.exits_are_final and says_wrong_program(why.get("exit") or {}))
 
     def lost_hosts(self) -> Verdict | None:
         late = sorted(h for h, secs in self.unreachable.items() if secs >= self.rules.unreachable_secs)

@@ -12,7 +12,7 @@ from tfps_runtime.protocol import Kind, ProtocolError, Task
 
 from airflow_tfps.cli import trainings
 from airflow_tfps.cli.terminal import audited, command, complain, plain, say, show, size
-from airflow_tfps.cli.trainings import Selection, each
+from airflow_tfps.cli.trainings import Selection, each, reading
 from airflow_tfps.errors import SpecError, TfpsError
 from airflow_tfps.hook import ClusterHook
 from airflow_tfps.inventory import Inventory
@@ -106,7 +106,7 @@ def preflight(args: Namespace) -> int | None:
 
     with ClusterHook(inventory=hosts) as hook:
 
-        def look(host: str) -> dict[str, Any]:
+        def look(host: str) -> tuple[dict[str, Any], list[str]]:
             spec = hosts[host]
             request = {
                 "workdir": spec.workdir,
@@ -115,39 +115,42 @@ def preflight(args: Namespace) -> int | None:
                 "versions": ["tensorflow"],
                 "address": spec.address,
             }
-            return {**hook.call(host, "preflight", request), "host_key": hook.host_key(host)}
+            answer = hook.call(host, "preflight", request)
+            return reading(host, lambda: _looked_at(hosts, host, hook.host_key(host), answer))
 
         reports, errors = each(hosts.names, look)
-    show([_looked_at(hosts, host, one) for host, one in reports.items()], args.output)
-    code = report(errors)
-    for host, one in reports.items():
-        for fault in one["faults"]:
-            complain(f"{host}: {fault}")
-            code = 1
-        if one.get("public"):
-            addresses = ", ".join(map(str, one["public"]))
-            complain(
-                f"{host}: warning: its address {hosts[host].address} is public ({addresses}): whoever reaches its "
-                "ports can run code there; see docs/hosts.md, Fencing gRPC"
-            )
-    return code
+    show([row for row, _ in reports.values()], args.output)
+    for host, (_, remarks) in reports.items():
+        for remark in remarks:
+            complain(f"{host}: {remark}")
+    return report(errors) or int(any(row["state"] != "ready" for row, _ in reports.values()))
 
 
-def _looked_at(hosts: Inventory, host: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    spec = hosts[host]
-    gpus = one.get("gpus")
-    return {
+def _looked_at(
+    hosts: Inventory, host: str, host_key: str | None, answer: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """A row, and what is to be said about the host."""
+    spec, gpus, free = hosts[host], answer.get("gpus"), answer.get("disk_free")
+    faults = [str(fault) for fault in answer["faults"]]
+    row = {
         "host": host,
-        "state": "faults" if one["faults"] else "ready",
+        "state": "faults" if faults else "ready",
         "address": spec.address,
-        "host_key": one["host_key"] or "this machine",
-        "python": one.get("python"),
-        "tensorflow": (one.get("versions") or {}).get("tensorflow"),
+        "host_key": host_key or "this machine",
+        "python": str(answer["python"]),
+        "tensorflow": (answer.get("versions") or {}).get("tensorflow"),
         "gpus": None if gpus is None else len(gpus),
-        "cpus": one.get("cpus"),
-        "disk_free": None if one.get("disk_free") is None else size(float(one["disk_free"])),
-        "trainings": len(one.get("trainings") or ()),
+        "cpus": answer.get("cpus"),
+        "disk_free": None if free is None else size(float(free)),
+        "trainings": len(answer.get("trainings") or ()),
     }
+    if answer.get("public"):
+        addresses = ", ".join(map(str, answer["public"]))
+        faults.append(
+            f"warning: its address {spec.address} is public ({addresses}): whoever reaches its ports can run code "
+            "there; see docs/hosts.md, Fencing gRPC"
+        )
+    return row, faults
 
 
 # --- while it runs ------------------------------------------------------------------------------------------------
@@ -158,34 +161,32 @@ def status(args: Namespace) -> int | None:
     """`airflow tfps status`."""
     with ClusterHook(inventory=inventory_of(args)) as hook:
         found, errors = trainings.find(hook, selection_of(args), ended=args.ended)
+    none: tuple[dict[str, Any], ...] = ({},)
     rows = [
         _task(str(one.training), host, state, task)
         for one in found
         for host, state in one.hosts.items()
-        for task in state["tasks"] or ({"task": None, "state": None},)
+        for task in state["tasks"] or none
     ]
     show(rows, args.output, nothing="" if errors else "no training was found on these hosts")
     for one in found:
         for host, state in one.hosts.items():
-            if state.get("reason") and not state.get("is_alive"):
+            if state["reason"] and not state["is_alive"]:
                 complain(f"{one.training} on {host}: {state['reason']}")
     return report(errors)
 
 
 def _task(training: str, host: str, state: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
-    name = task["task"]
-    gpus = ((state.get("reservation") or {}).get("gpus") or {}).get(name) or ()
-    attempt = task.get("attempt")
     return {
         "training": training,
         "training_state": state["state"],
-        "task": name,
+        "task": task.get("task"),
         "host": host,
-        "state": task["state"],
-        "gpus": ",".join(map(str, gpus)) or None,
-        "restarts": None if attempt is None else max(int(attempt) - 1, 0),
-        "global_step": (task.get("progress") or {}).get("global_step"),
-        "lease_secs": state.get("lease_secs"),
+        "state": task.get("state"),
+        "gpus": ",".join(map(str, task.get("gpus", ()))) or None,
+        "restarts": task.get("restarts"),
+        "global_step": task.get("global_step"),
+        "lease_secs": state["lease_secs"],
     }
 
 
@@ -210,12 +211,13 @@ def logs(args: Namespace) -> int | None:
             "workdir": hook.inventory[host].workdir,
         }
         tail = hook.call(host, "logs", {**request, "task": str(task), "lines": args.lines})
+        lines, offset = reading(host, lambda: (list(map(str, tail["lines"])), int(tail["offset"])))
         complain(f"{found.training}: {task.at(host)}")
-        for line in tail["lines"]:
+        for line in lines:
             say(line)
         sys.stdout.flush()
-        if args.follow and found.hosts[host].get("is_alive"):
-            _follow(hook, host, {**request, "logs": [str(task)], "told": {str(task): tail["offset"]}})
+        if args.follow and found.hosts[host]["is_alive"]:
+            _follow(hook, host, {**request, "logs": [str(task)], "told": {str(task): offset}})
     return 0
 
 
@@ -224,7 +226,7 @@ def _follow(hook: ClusterHook, host: str, request: Mapping[str, Any]) -> None:
     with hook.stream(host, "follow", {**request, "from_seq": NO_EVENTS}) as messages:
         for message in messages:
             if message.get("type") == Kind.LOG:
-                for line in message["lines"]:
+                for line in reading(host, lambda: list(message["lines"])):  # noqa: B023  called at once
                     say(line)
                 sys.stdout.flush()
             elif message.get("last") is True or message.get("type") == Kind.GONE:
@@ -268,22 +270,31 @@ def sweep(args: Namespace) -> int | None:
     names = ("training_days", "unused_days", "upload_hours")
     limits = {name: value for name in names if (value := getattr(args, name)) is not None}
     with ClusterHook(inventory=inventory_of(args)) as hook:
-        answers, errors = each(
-            hook.inventory.names, lambda host: hook.sweep([host], dry_run=args.dry_run, **limits)[host]
-        )
+
+        def one(host: str) -> tuple[list[dict[str, Any]], str, list[str]]:
+            answer = hook.sweep([host], dry_run=args.dry_run, **limits)[host]
+            return reading(
+                host, lambda: _swept(host, answer, "would be removed" if args.dry_run else "removed")
+            )
+
+        answers, errors = each(hook.inventory.names, one)
+    show([row for rows, _, _ in answers.values() for row in rows], args.output)
+    for host, (_, total, faults) in answers.items():
+        complain(f"{host}: {total}")
+        for fault in faults:
+            complain(f"{host}: not removed: {fault}")
+    return report(errors) or int(any(faults for _, _, faults in answers.values()))
+
+
+def _swept(host: str, answer: Mapping[str, Any], done: str) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """Rows, a sentence with the total, and what could not be removed."""
     rows = [
-        {"host": host, "what": one["what"], "name": one["name"], "bytes": one["bytes"]}
-        for host, answer in answers.items()
+        {"host": host, "what": str(one["what"]), "name": str(one["name"]), "bytes": int(one["bytes"])}
         for one in answer["removed"]
     ]
-    show(rows, args.output)
-    for host, answer in answers.items():
-        done = "would be removed" if args.dry_run else "removed"
-        rest = "" if answer["is_complete"] else "; there is more, the time was up"
-        complain(f"{host}: {answer['count']} {done}, {size(answer['bytes'])}{rest}")
-        for fault in answer["faults"]:
-            complain(f"{host}: not removed: {fault}")
-    return report(errors) or int(any(answer["faults"] for answer in answers.values()))
+    rest = "" if answer["is_complete"] else "; there is more, the time was up"
+    total = f"{int(answer['count'])} {done}, {size(float(answer['bytes']))}{rest}"
+    return rows, total, [str(fault) for fault in answer["faults"]]
 
 
 @command
@@ -297,18 +308,23 @@ def checkpoints(args: Namespace) -> int | None:
         raise SpecError("checkpoints", [f"--host: {host} is not one of {', '.join(hosts.names)}"])
     with ClusterHook(inventory=hosts) as hook:
         lines = hook.call_for_all(host, "checkpoints", {"directory": args.directory})
+    rows = reading(host, lambda: _listed(lines, is_for_people=args.output == "table"))
+    show(rows, args.output, nothing=f"{host}: no complete checkpoint in {plain(args.directory)}")
+    return 0
+
+
+def _listed(lines: Sequence[Mapping[str, Any]], *, is_for_people: bool) -> list[dict[str, Any]]:
+    """Rows by global step; the newest is told twice."""
     found = {one["checkpoint"]["prefix"]: one["checkpoint"] for one in lines if one["type"] == "checkpoint"}
-    rows = [
+    return [
         {
-            "global_step": one["global_step"],
-            "checkpoint": one["prefix"],
-            "size": size(one["size"]) if args.output == "table" else one["size"],
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one["time"])),
+            "global_step": int(one["global_step"]),
+            "checkpoint": str(one["prefix"]),
+            "size": size(float(one["size"])) if is_for_people else int(one["size"]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(float(one["time"]))),
         }
         for one in sorted(found.values(), key=lambda one: int(one["global_step"]))
     ]
-    show(rows, args.output, nothing=f"{host}: no complete checkpoint in {plain(args.directory)}")
-    return 0
 
 
 # --- beginning ----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tfps_runtime.protocol import ProtocolError, Task, TrainingId
+from tfps_runtime.protocol import Task, TrainingId
 
-from airflow_tfps.errors import SpecError, TfpsError
+from airflow_tfps.errors import CommandError, SpecError, TfpsError
 from airflow_tfps.hook import COMMAND_SECS, PARALLEL
 
 if TYPE_CHECKING:
@@ -67,16 +67,16 @@ class Found:
 
     @property
     def is_alive(self) -> bool:
-        return any(status.get("is_alive") for status in self.hosts.values())
+        return any(status["is_alive"] for status in self.hosts.values())
 
     @property
     def changed(self) -> float:
         """When something was last heard of it there, in seconds since the epoch."""
-        return max(float(status.get("changed") or 0.0) for status in self.hosts.values())
+        return max(float(status["changed"]) for status in self.hosts.values())
 
     @property
     def chief_host(self) -> str | None:
-        return next((host for host, status in self.hosts.items() if status.get("chief")), None)
+        return next((host for host, status in self.hosts.items() if status["chief"]), None)
 
     def where(self, task: Task, host: str | None) -> list[str]:
         """The hosts that know a TF task."""
@@ -85,6 +85,44 @@ class Found:
             for name, status in self.hosts.items()
             if host in (None, name) and any(row["task"] == str(task) for row in status["tasks"])
         ]
+
+
+def reading(host: str, read: Callable[[], T]) -> T:
+    """What `read` makes of a host's answer. Raises CommandError (code `protocol`) when it has another form."""
+    try:
+        return read()
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"[:200]
+        raise CommandError(host, f"answered with what makes no sense ({problem})", code="protocol") from error
+
+
+def status_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """One training of the answer of `trainings`, with the types that are taken for granted here."""
+    tasks = []
+    gpus = (said.get("reservation") or {}).get("gpus") or {}
+    for task in said["tasks"]:
+        name, attempt = str(Task.parse(task["task"])), task.get("attempt")
+        step = (task.get("progress") or {}).get("global_step")
+        tasks.append(
+            {
+                "task": name,
+                "state": str(task["state"]),
+                "gpus": [int(gpu) for gpu in gpus.get(name) or ()],
+                "restarts": None if attempt is None else max(int(attempt) - 1, 0),
+                "global_step": None if step is None else int(step),
+            }
+        )
+    grace, lease = said.get("grace_secs"), said.get("lease_secs")
+    return {
+        "state": str(said["state"]),
+        "reason": None if said.get("reason") is None else str(said["reason"]),
+        "is_alive": said["is_alive"] is True,
+        "chief": said.get("chief") is not None,
+        "changed": float(said.get("changed") or 0.0),
+        "grace_secs": GRACE_SECS if grace is None else float(grace),
+        "lease_secs": None if lease is None else float(lease),
+        "tasks": tasks,
+    }
 
 
 def each(
@@ -109,20 +147,20 @@ def find(
 ) -> tuple[list[Found], list[TfpsError]]:
     """The chosen trainings on all hosts of the inventory, the living first, then the newest; and silent hosts."""
 
-    def one(host: str) -> list[dict[str, Any]]:
+    def one(host: str) -> list[tuple[TrainingId, dict[str, Any]]]:
         request: dict[str, Any] = {"host": host, "workdir": hook.inventory[host].workdir, "ended": ended}
         if selection.key is not None:
             request["key"] = selection.key
-        return list(hook.call(host, "trainings", request)["trainings"])
+        answer = hook.call(host, "trainings", request)
+        return reading(
+            host,
+            lambda: [(TrainingId.parse(said["training"]), status_of(said)) for said in answer["trainings"]],
+        )
 
     answers, errors = each(hook.inventory.names, one)
     found: dict[TrainingId, dict[str, dict[str, Any]]] = {}
     for host, statuses in answers.items():
-        for status in statuses:
-            try:
-                training = TrainingId.parse(str(status["training"]))
-            except ProtocolError:
-                continue
+        for training, status in statuses:
             if selection.matches(training):
                 found.setdefault(training, {})[host] = status
     trainings = [Found(training=training, hosts=hosts) for training, hosts in found.items()]
@@ -135,9 +173,7 @@ def stop(
     """End a training on the hosts where it was found; host -> its last state. The chief's host first: it saves."""
 
     def one(host: str) -> str:
-        grace = grace_secs
-        if grace is None:
-            grace = float(found.hosts[host].get("grace_secs") or GRACE_SECS)
+        grace = float(found.hosts[host]["grace_secs"]) if grace_secs is None else grace_secs
         request = {
             "training": str(found.training),
             "host": host,
@@ -147,7 +183,7 @@ def stop(
             "timeout_secs": 2 * grace + COMMAND_SECS / 2,
         }
         answer = hook.call(host, "stop", request, timeout=2 * grace + COMMAND_SECS)
-        return str(answer["stopped"][str(found.training)])
+        return reading(host, lambda: str(answer["stopped"][str(found.training)]))
 
     chief = found.chief_host
     first, errors = each([] if chief is None else [chief], one)

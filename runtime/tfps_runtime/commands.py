@@ -208,7 +208,7 @@ def probe(request: dict[str, Any]) -> None:
     paths = paths_of(request)
     until = time.monotonic() + float(request.get("timeout_secs", 0))
     missing = {str(task): str(address) for task, address in dict(request.get("addresses", {})).items()}
-    failed: Optional[str] = None
+    failed: dict[str, Any] = {"failed": None}
     asked = 0.0
     from concurrent.futures import ThreadPoolExecutor  # of no use to other commands
 
@@ -220,14 +220,14 @@ def probe(request: dict[str, Any]) -> None:
             if missing and now - asked >= 0.25:
                 asked = now
                 failed = _failure(paths)
-            if not missing or failed or now >= until:
+            if not missing or failed["failed"] or now >= until:
                 break
             time.sleep(0.05)
     say(
         {
             "type": "probe",
             "missing": {t: f"{a} does not accept connections" for t, a in missing.items()},
-            "failed": failed,
+            **failed,
         }
     )
 
@@ -237,21 +237,22 @@ def _accepts(address: str) -> bool:
     return is_listening(host.strip("[]"), int(port), 1.0)
 
 
-def _failure(paths: Paths) -> Optional[str]:
-    """Why the training cannot become ready on this host, if so."""
+def _failure(paths: Paths) -> dict[str, Any]:
+    """Why the training cannot become ready on this host, if so: `failed`, with the `exit` and `time` if a TF task's."""
     found = look(paths)
     if not found["is_alive"]:
-        return f"the agent on {paths.host} is gone"
-    reasons = {task["task"]: task.get("reason") for task in recall(paths)["tasks"]}
-    for task in found["tasks"]:
-        if task["state"] == TaskState.FAILED.value:
-            name = Task.parse(task["task"])
-            said = f"{name.at(paths.host)} failed: {reasons.get(str(name)) or 'the reason is not known'}"
-            tail = LogFile(paths.log(name)).tail(15)
-            return "\n".join([f"{said}; the end of its log:", *tail]) if tail else said
+        return {"failed": f"the agent on {paths.host} is gone"}
+    ended = {t["task"]: t for t in recall(paths)["tasks"]}
+    failed = [ended.get(t["task"], t) for t in found["tasks"] if t["state"] == TaskState.FAILED.value]
+    for task in sorted(failed, key=lambda t: float(t.get("time") or "inf"))[:1]:
+        name = Task.parse(task["task"])
+        said = f"{name.at(paths.host)} failed: {task.get('reason') or 'the reason is not known'}"
+        tail = LogFile(paths.log(name)).tail(15)
+        text = "\n".join([f"{said}; the end of its log:", *tail]) if tail else said
+        return {"failed": text, "exit": task.get("exit"), "time": task.get("time")}
     if found["state"] == TrainingState.FAILED.value:
-        return str(found.get("reason") or "the training failed")
-    return None
+        return {"failed": str(found.get("reason") or "the training failed")}
+    return {"failed": None}
 
 
 def status(request: dict[str, Any]) -> None:
@@ -281,7 +282,7 @@ def trainings(request: dict[str, Any]) -> dict[str, Any]:
     host, key = str(request["host"]), request.get("key")
     records = [(record.workdir, record.training) for _, record in living() if record.host == host]
     if request.get("ended"):
-        workdir = os.path.expanduser(str(request["workdir"]))
+        workdir = check_place(host, str(request["workdir"]))
         records += [(workdir, training) for training in known(workdir, host)]
     found: dict[str, dict[str, Any]] = {}
     for workdir, name in records:

@@ -30,7 +30,7 @@ def recall(paths: Paths) -> dict[str, Any]:
     for event in events:
         if event["type"] == Kind.TASK:
             tasks[event["task"]] = {
-                k: event[k] for k in ("task", "state", "attempt", "exit", "reason") if k in event
+                k: event[k] for k in ("task", "state", "attempt", "exit", "reason", "time") if k in event
             }
         elif event["type"] == Kind.TRAINING:
             state, reason = event["state"], event.get("reason")

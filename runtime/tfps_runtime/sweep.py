@@ -31,12 +31,13 @@ from tfps_runtime.protocol import (
     RefusedError,
     SweepRequest,
     TrainingId,
+    check_place,
     digest,
     load,
     run_dir,
 )
 from tfps_runtime.recall import read_spec
-from tfps_runtime.reserve import Lock, clear_lock, is_held, living
+from tfps_runtime.reserve import Lock, check_run_dir, clear_lock, is_held, living
 
 MAX_TOLD = 1000
 """Removed things that an answer lists; it counts all of them."""
@@ -75,7 +76,7 @@ def sweep(message: dict[str, Any]) -> dict[str, Any]:
     """
     request = SweepRequest.from_json(message)
     one = _Sweep(request)
-    steps: list[Callable[[], None]] = [one.processes, one.locks]
+    steps: list[Callable[[], None]] = [check_run_dir, one.processes, one.locks]
     if request.workdir is not None and request.host is not None:
         steps += [one.trainings, one.pins, one.blobs, one.runtimes]
     is_complete = True
@@ -84,6 +85,11 @@ def sweep(message: dict[str, Any]) -> dict[str, Any]:
             step()
         except OutOfTimeError:
             is_complete = False
+            break
+        except (
+            RefusedError
+        ) as error:  # another user's folder in place of ours: what it says is not to be believed
+            one.faults.append(str(error))
             break
         except (OSError, ValueError, RecursionError) as error:
             one.faults.append(f"{step.__name__}: {error}")
@@ -111,7 +117,9 @@ class _Sweep:
         self.faults: list[str] = []
         self.now = time.time()
         self.until = time.monotonic() + request.max_secs
-        self.workdir = os.path.realpath(os.path.expanduser(request.workdir or ""))
+        self.workdir = ""
+        if request.workdir is not None and request.host is not None:
+            self.workdir = os.path.realpath(check_place(request.host, request.workdir))
         self.uses: Optional[set[str]] = None
         """Programs, inputs and runtimes that living trainings use; None when not all of that is known."""
 
@@ -337,7 +345,7 @@ class _Sweep:
             raise OutOfTimeError
 
     def folders(self, root: str, name: Optional[re.Pattern[str]] = None) -> Iterator[str]:
-        """This user's real folders in a real folder."""
+        """This user's real folders in a real folder of this user."""
         return self.entries(root, name, stat.S_ISDIR)
 
     def files(self, root: str, name: Optional[re.Pattern[str]] = None) -> Iterator[str]:
@@ -347,7 +355,8 @@ class _Sweep:
         self, root: str, name: Optional[re.Pattern[str]], is_kind: Callable[[int], bool]
     ) -> Iterator[str]:
         try:
-            if not stat.S_ISDIR(os.lstat(root).st_mode):
+            place = os.lstat(root)
+            if not stat.S_ISDIR(place.st_mode) or place.st_uid != os.getuid():
                 return
             names = sorted(os.listdir(root))
         except FileNotFoundError:

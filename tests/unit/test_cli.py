@@ -14,8 +14,8 @@ from tfps_runtime.protocol import Task, TrainingId
 
 from airflow_tfps.cli import starter, terminal
 from airflow_tfps.cli.definition import COMMANDS, get_cli_commands
-from airflow_tfps.cli.trainings import Found, Selection, each, the_one
-from airflow_tfps.errors import HostUnreachableError, SpecError
+from airflow_tfps.cli.trainings import Found, Selection, each, reading, status_of, the_one
+from airflow_tfps.errors import CommandError, HostUnreachableError, SpecError
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.plan import make_plan
 from airflow_tfps.spec import JobSpec
@@ -119,7 +119,8 @@ def test_a_selection(given, meant):
 
 def found(training: TrainingId, host: str = "gpu-a", *, alive: bool = True, changed: float = 1.0) -> Found:
     tasks = [{"task": "worker:0", "state": "RUNNING"}, {"task": "ps:0", "state": "RUNNING"}]
-    return Found(training=training, hosts={host: {"is_alive": alive, "changed": changed, "tasks": tasks}})
+    said = {"state": "RUNNING", "is_alive": alive, "changed": changed, "tasks": tasks}
+    return Found(training=training, hosts={host: status_of(said)})
 
 
 def test_whose_log_is_meant():
@@ -148,6 +149,21 @@ def test_a_silent_host_does_not_hide_the_others():
     assert answers == {"a": "A", "c": "C"}
     assert [str(error) for error in errors] == ["b: no route"]
     assert each([], do) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, [], {}, {"tasks": 3}, {"tasks": [{}], "state": "x", "is_alive": True},
+     {"tasks": [{"task": "../x", "state": "x"}], "state": "x", "is_alive": True},
+     {"tasks": [{"task": "ps:0", "state": "x", "attempt": "many"}], "state": "x", "is_alive": True},
+     {"tasks": [{"task": "ps:0", "state": "x", "progress": "x"}], "state": "x", "is_alive": True},
+     {"tasks": [], "state": "x", "is_alive": True, "changed": "x"}],
+)  # fmt: skip
+def test_an_answer_that_makes_no_sense_is_the_hosts_fault(said):
+    """It is named; no traceback of ours."""
+    with pytest.raises(CommandError, match="^gpu-a: answered with what makes no sense") as caught:
+        reading("gpu-a", lambda: status_of(said))
+    assert caught.value.code == "protocol"
 
 
 # --- what is printed -----------------------------------------------------------------------------------------------------

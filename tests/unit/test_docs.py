@@ -516,6 +516,18 @@ def test_jobs_page_has_every_timeout():
     }
 
 
+def test_cli_page_has_every_command_and_option():
+    """The page of the command line names each command in its table, and each option that is not Airflow's own."""
+    from airflow_tfps.cli.definition import COMMANDS
+
+    page = PAGES["docs/cli.md"]
+    named = {cell.partition(" ")[0] for cell in first_cells(page.partition("## Which")[0])}
+    assert named == {command.name for command in COMMANDS}
+    words = set(re.findall(r"--?[a-z][a-z-]*", page))
+    options = {flag for c in COMMANDS for a in c.args for flag in a.flags if flag.startswith("--")}
+    assert options - {"--out", "--dags", "--home", "--exit", "--verbose"} <= words  # the demo's own
+
+
 def test_changelog_has_the_version():
     """The version that is built has an entry."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]

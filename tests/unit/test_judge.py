@@ -212,6 +212,15 @@ def test_a_verdict_goes_through_a_trigger_event():
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
+def test_what_failed_before_is_named_too():
+    """Training could do without the workers; that the chief went the same way later is no coincidence."""
+    before = [failed("worker:2"), failed("worker:1", None)]
+    verdict = judge(ASYNC, [*before, failed("worker:0")])
+    assert verdict.task == "worker:0@a"
+    assert verdict.reason == "worker:0@a: it broke (before it worker:2@c: it broke; worker:1@b: it broke)"
+    assert judge(ASYNC, [failed("worker:0"), failed("ps:1")]).reason == "worker:0@a: it broke"
+
+
 def test_failures_are_ordered_by_when_they_happened():
     """Which host was heard first says nothing about which task broke first."""
     first, second = failed("ps:1"), failed("ps:0")

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import Host, Training, children, is_running, wait_until
+from agents import Host, Refused, Training, children, is_running, wait_until
 from tfps_runtime import orphans
 from tfps_runtime.protocol import OWNER_FILE, Paths, TrainingId, run_dir
 from tfps_runtime.reserve import Lock, is_held
@@ -539,6 +539,45 @@ def test_another_users_things_are_left_alone(tmp_path):
     assert below(sweep({"workdir": str(tmp_path), "host": "gpu-a"})) == []
     assert (folder / "log").exists()
     assert (inner / "log").exists()
+
+
+def test_a_folder_that_another_user_prepared_is_not_believed(tmp_path):
+    """Locks, sockets and links in it are that user's: nothing is swept on their word."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be two users")
+    uid = 50_000 + os.getpid() % 10_000
+    bait, place = tmp_path / "bait", Path(run_dir(uid))
+    bait.write_text("precious")
+    place.mkdir(mode=0o777)
+    try:
+        (place / "0123456789ab.lock").symlink_to(bait)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setuid(uid)
+                os.write(writer, json.dumps(sweep({})).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            answer = json.loads(file.read())
+        os.waitpid(pid, 0)
+        assert answer["removed"] == []
+        assert answer["faults"] == [f"{place} is not a directory of this user; remove it and try again"]
+        assert (place / "0123456789ab.lock").is_symlink()
+    finally:
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"host": "../x"}, {"workdir": "here"}, {"training_days": "x"}, {"colour": "red"}]
+)
+def test_a_request_that_makes_no_sense_is_refused(host, wrong):
+    """Names become parts of paths."""
+    with pytest.raises(Refused) as caught:
+        host.ask("sweep", {"workdir": str(host.workdir), "host": host.name, **wrong})
+    assert caught.value.code == "bad_request"
 
 
 def test_a_lock_that_is_taken_meanwhile_saves_the_training(host):

@@ -27,6 +27,7 @@ from airflow_tfps.errors import (
 from airflow_tfps.handle import Handle
 from airflow_tfps.hook import ClusterHook, check_probes, probe_request
 from airflow_tfps.inventory import Inventory
+from airflow_tfps.spec import JobSpec
 
 # --- bringing a cluster up --------------------------------------------------------------------------------------------
 
@@ -161,7 +162,35 @@ def test_a_task_that_fails_at_once_is_named_with_its_log(lab, hook):
         hook.ensure(lab.job("fails=ps:1", timeouts=timeouts), training)
     assert time.monotonic() - begun < 60
     assert str(caught.value).splitlines()[-1] == "I am broken"
+    assert caught.value.transient, "nobody defined a script's exit codes"
     assert not lab.living(training)
+
+
+@pytest.mark.parametrize(
+    ("exits", "is_transient"),
+    [([1], False), ([75], True), ([137], True), ([-9], True), ([None], True), ([75, 2], False)],
+)
+def test_a_wrong_program_is_not_tried_again(lab, exits, is_transient):
+    """What ended before it listened decides as it does later: the harness's own exit codes say what they mean."""
+    job = JobSpec.from_dict({"program": "standin.py", "roles": {"ps": 1, "worker": 1}}, base_dir=lab.folder)
+    place = {"training": "a/b/c#00000000", "job": job.to_dict(), "inventory": lab.inventory().to_dict()}
+    tasks = [["ps:0", "hook-a", 15000, []], ["worker:0", "hook-b", 15000, []]]
+    handle = Handle.from_json(
+        {"version": 1, **place, "tasks": tasks, "chief": "worker:0", "checkpoint_dir": "/x"}
+    )
+    probes = {}
+    for number, (host, code) in enumerate(zip(lab.hosts, exits, strict=False)):
+        is_signal = code is not None and code < 0
+        ended = {"code": None if is_signal else code, "signal": 9 if is_signal else None}
+        probes[host] = {"missing": {}, "failed": f"{host} failed", "time": 5.0 - number}
+        if code is not None:
+            probes[host]["exit"] = ended
+    with pytest.raises(NotReadyError) as caught:
+        check_probes(handle, probes)
+    assert caught.value.transient is is_transient
+    assert str(caught.value).splitlines()[0] == f"{list(lab.hosts)[len(exits) - 1]} failed", (
+        "the first to fail"
+    )
 
 
 def test_readiness_as_a_worker_and_as_a_trigger_see_it(lab, hook):

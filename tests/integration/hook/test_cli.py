@@ -17,13 +17,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_hook import STAND_IN, Lab, hook, hosts, lab
+from labs import Lab
 from tfps_runtime.protocol import training_key
 from tfps_runtime.reserve import read_lock
 
 from airflow_tfps.hook import ClusterHook
-
-__all__ = ["STAND_IN", "hook", "hosts", "lab"]  # fixtures
 
 
 class Terminal:
