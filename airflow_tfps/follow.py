@@ -265,22 +265,30 @@ async def probe(handle: Handle, host: str, request: Mapping[str, Any], *, timeou
 async def stop(handle: Handle, reason: str, *, patience_secs: float = 0.0) -> dict[str, TfpsError]:
     """End a training on all its hosts, the chief's first; returns the hosts where that failed, with the error.
 
-    Hosts that cannot be reached are tried again for `patience_secs`; their lease ends them otherwise.
+    Hosts that cannot be reached are tried again for `patience_secs`; their lease ends them otherwise. The others wait
+    for the chief's host until it has ended, since it may save, or until it could not be reached once.
     """
     errors: dict[str, TfpsError] = {}
+    chief_was_asked = asyncio.Event()
 
     async def end(host: str) -> None:
+        if host != handle.chief_host:
+            await chief_was_asked.wait()
         try:
-            await _stop_host(handle, host, reason, patience_secs)
+            await _stop_host(handle, host, reason, patience_secs, missed=chief_was_asked)
         except TfpsError as error:
             errors[host] = error
+        if host == handle.chief_host:
+            chief_was_asked.set()
 
-    await end(handle.chief_host)
-    await asyncio.gather(*(end(h) for h in handle.hosts if h != handle.chief_host))
+    await asyncio.gather(*(end(host) for host in handle.hosts))
     return errors
 
 
-async def _stop_host(handle: Handle, host: str, reason: str, patience_secs: float) -> None:
+async def _stop_host(
+    handle: Handle, host: str, reason: str, patience_secs: float, *, missed: asyncio.Event
+) -> None:
+    """End a training on a host; `missed` is set when that could not be reached."""
     from airflow_tfps.ssh import connect_async
 
     spec, grace = handle.spec(host), handle.job.timeouts.grace_secs
@@ -292,15 +300,18 @@ async def _stop_host(handle: Handle, host: str, reason: str, patience_secs: floa
                 request = {**handle.request(host), "reason": reason}
                 await call(transport, spec, "stop", request, timeout=2 * grace + COMMAND_SECS)
                 return
-        except HostUnreachableError:
+        except HostUnreachableError as error:
+            missed.set()
             if time.monotonic() >= until:
                 raise
+            if attempt == 0:
+                log.warning("%s; trying again for %.0f s", error, patience_secs)
         await asyncio.sleep(BACKOFF_SECS[min(attempt, len(BACKOFF_SECS) - 1)])
         attempt += 1
 
 
-async def shorten_lease(handle: Handle, secs: float) -> None:
-    """Let every host end the training by itself in `secs` unless somebody renews; best effort."""
+async def renew(handle: Handle, secs: float) -> None:
+    """Let every host end the training by itself in `secs`, be that sooner or later than before; best effort."""
     from airflow_tfps.ssh import connect_async
 
     async def one(host: str) -> None:

@@ -109,6 +109,7 @@ _ANSWERS: dict[str, Form] = {
     "trainings": {"trainings": list[dict[str, Any]]},
     "probe": {
         "missing": dict[str, str],
+        "through": Optional[list[str]],
         "failed": Optional[str],
         "exit": Optional[Exit],
         "time": Optional[float],

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ENSURE_LEASE_SECS = 120.0
-"""A reservation that nobody takes up ends by itself after this long."""
+"""What a killed `ensure` had reserved and started by then ends by itself after this long."""
 PARALLEL = 16
 COMMAND_SECS = 60.0
 PROBE_SECS = 3.0
@@ -312,7 +312,9 @@ class ClusterHook(BaseHook):
             reservations = self._reserve(plan, job, training)
             job = self._resolve_steps(job, plan, reservations)
             handle = self._handle(plan, job, training, reservations, blobs)
-            self._start(handle, paths, secrets, lease_secs or job.timeouts.lease_secs)
+            self._start(handle, paths, secrets)
+            # Only now: were this worker killed before, nobody would know of what had been started by then.
+            self.renew(handle, lease_secs or job.timeouts.lease_secs)
             if wait:
                 self.wait_ready(handle)
         except BaseException:
@@ -439,7 +441,6 @@ class ClusterHook(BaseHook):
         handle: Handle,
         paths: Mapping[str, Mapping[str, str]],
         secrets: Mapping[str, str],
-        lease_secs: float,
     ) -> None:
         job, saving = handle.job, handle.job.checkpoint
         on_hosts = {n: v.removeprefix("host:") for n, v in job.inputs.items() if v.startswith("host:")}
@@ -480,7 +481,7 @@ class ClusterHook(BaseHook):
             self.call(
                 host,
                 "start",
-                {**handle.request(host), "request": request.to_json(), "lease_secs": lease_secs},
+                {**handle.request(host), "request": request.to_json(), "lease_secs": ENSURE_LEASE_SECS},
             )
 
         self.on_each(handle.hosts, begin)

@@ -39,6 +39,9 @@ QUEUE_POLL_SECS = 10.0
 DEFER_SLACK_SECS = 60.0
 """A trigger keeps its own deadline and says what is missing; Airflow's time-out is the backstop after it."""
 
+UNHEARD_LEASE_SECS = 120.0
+"""How long a training goes on that nobody will tear down, until its trigger is heard for the first time."""
+
 TRAIN_IS_COMING = frozenset(
     {"scheduled", "queued", "running", "deferred", "up_for_retry", "up_for_reschedule"}
 )
@@ -73,6 +76,22 @@ def _new_training(key: str) -> TrainingId:
         return TrainingId(key, secrets.token_hex(4))
     except ProtocolError as error:
         raise SpecError("the training's key", [f"{error}; trigger the DAG with another run id"]) from None
+
+
+def queue(operator: BaseOperator, method_name: str, error: BusyError, job: JobSpec, since: float) -> NoReturn:
+    """Defer until it is time for another look at busy hosts, holding nothing; `since`: the first look (epoch).
+
+    Raises BusyError after the job's `queue_secs`.
+    """
+    if time.time() - since > job.timeouts.queue_secs:
+        raise BusyError(f"still busy after {job.timeouts.queue_secs:.0f} s: {error}") from error
+    operator.log.info("%s; looking again in %.0f s", error, QUEUE_POLL_SECS)
+    operator.defer(
+        trigger=QueueTrigger(secs=QUEUE_POLL_SECS),
+        method_name=method_name,
+        kwargs={"since": since},
+        timeout=timedelta(seconds=QUEUE_POLL_SECS + DEFER_SLACK_SECS),
+    )
 
 
 class ProvisionClusterOperator(BaseOperator):
@@ -166,21 +185,10 @@ class ProvisionClusterOperator(BaseOperator):
                 try:
                     handle = hook.ensure(job, training, wait=False, lease_secs=lease, chief_host=chief_host)
                 except BusyError as error:
-                    self._queue(error, job, since)
+                    queue(self, "provision_again", error, job, since)
         data = handle.to_json()
         context["task_state_store"].set(HANDLE_KEY, data)
         return data
-
-    def _queue(self, error: BusyError, job: JobSpec, since: float) -> NoReturn:
-        if time.time() - since > job.timeouts.queue_secs:
-            raise BusyError(f"still busy after {job.timeouts.queue_secs:.0f} s: {error}") from error
-        self.log.info("%s; looking again in %.0f s", error, QUEUE_POLL_SECS)
-        self.defer(
-            trigger=QueueTrigger(secs=QUEUE_POLL_SECS),
-            method_name="provision_again",
-            kwargs={"since": since},
-            timeout=timedelta(seconds=QUEUE_POLL_SECS + DEFER_SLACK_SECS),
-        )
 
     def _adopt(self, context: Context, hook: ClusterHook) -> dict[str, Any] | None:
         """The handle kept from before, if nothing must be started: the training lives, or nobody will train."""
@@ -308,6 +316,14 @@ class TrainOperator(Following):
         self.job_name = job_name
 
     def execute(self, context: Context) -> dict[str, Any] | None:
+        return self._train(context, time.time())
+
+    def train_again(self, context: Context, event: Mapping[str, Any], since: float) -> dict[str, Any] | None:
+        """Resume after a look at busy hosts."""
+        del event
+        return self._train(context, since)
+
+    def _train(self, context: Context, since: float) -> dict[str, Any] | None:
         from airflow_tfps.errors import NotReadyError
         from airflow_tfps.hook import ClusterHook
 
@@ -320,7 +336,10 @@ class TrainOperator(Following):
                     self.log.info("%s has ended already", handle.training)
                     return self._finish(context, hook, handle)
                 if not is_alive(statuses):
-                    handle = self._replace(context, hook, handle, statuses)
+                    try:
+                        handle = self._replace(context, hook, handle, statuses)
+                    except BusyError as error:
+                        queue(self, "train_again", error, handle.job, since)
                 context["ti"].xcom_push(TRAINING_XCOM, str(handle.training))
                 try:
                     hook.wait_ready(handle, timeout=0)
@@ -331,7 +350,7 @@ class TrainOperator(Following):
                         method_name="launch",
                         timeout=timedelta(seconds=handle.job.timeouts.ready_secs + DEFER_SLACK_SECS),
                     )
-                self._launch(hook, handle)
+                self._launch(context, hook, handle)
         return None
 
     def launch(self, context: Context, event: Mapping[str, Any]) -> None:
@@ -346,7 +365,7 @@ class TrainOperator(Following):
                     self._give_up(
                         hook, handle, str(event.get("reason")), transient=bool(event.get("transient", True))
                     )
-                self._launch(hook, handle)
+                self._launch(context, hook, handle)
 
     def finish(self, context: Context, event: Mapping[str, Any]) -> dict[str, Any] | None:
         """Resume with the verdict: stop what is left, then return the result or raise."""
@@ -387,6 +406,8 @@ class TrainOperator(Following):
         hook.stop(handle, "replaced by a new incarnation")
         training = _new_training(handle.training.key)
         lease = max(handle.job.timeouts.lease_secs, 2 * _seconds(self.retry_delay) + 600)
+        if self._is_alone(context):
+            lease = UNHEARD_LEASE_SECS  # see `_launch`
         fresh = hook.ensure(handle.job, training, wait=False, lease_secs=lease, chief_host=handle.chief_host)
         store = context["task_state_store"]
         store.set(HANDLE_KEY, fresh.to_json())
@@ -395,8 +416,15 @@ class TrainOperator(Following):
         store.set(BASE_KEY, str(Handle.from_json(self.handle).training))
         return fresh
 
-    def _launch(self, hook: ClusterHook, handle: Handle) -> NoReturn:
+    def _is_alone(self, context: Context) -> bool:
+        """Whether no teardown will come after this task: a failed task was cleared, and nothing else."""
+        return task_state(TeardownClusterOperator, self, context) in TRAIN_IS_OVER
+
+    def _launch(self, context: Context, hook: ClusterHook, handle: Handle) -> NoReturn:
         hook.launch(handle)
+        if self._is_alone(context):
+            # A task that is ended before its trigger runs has nobody who would stop the training.
+            hook.renew(handle, UNHEARD_LEASE_SECS)
         self.log.info("%s: started the chief, %s", handle.training, handle.of(handle.chief).label)
         self.defer(trigger=TrainingTrigger(handle=handle.to_json()), method_name="finish", timeout=None)
 
@@ -480,16 +508,24 @@ class TeardownClusterOperator(BaseOperator):
 
 def train_state(operator: BaseOperator, context: Context) -> str | None:
     """Airflow's state of the TrainOperator downstream of `operator` in its group; None when it is cleared or absent."""
+    return task_state(TrainOperator, operator, context)
+
+
+def task_state(kind: type[BaseOperator], operator: BaseOperator, context: Context) -> str | None:
+    """Airflow's state of the first task of a kind downstream of `operator` in its group, of the same map index.
+
+    None when it is cleared, has not been scheduled yet, or is absent.
+    """
     ti = context["ti"]
     group = operator.task_group
-    trains = [
+    found = [
         task
         for task in operator.get_flat_relatives(upstream=False)
-        if isinstance(task, TrainOperator) and task.task_group is group
+        if isinstance(task, kind) and task.task_group is group
     ]
-    if not trains:
+    if not found:
         return None
-    task_id = trains[0].task_id
+    task_id = found[0].task_id
     is_mapped = ti.map_index is not None and ti.map_index >= 0
     index = ti.map_index if is_mapped else None
     states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id], map_index=index)

@@ -21,7 +21,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from airflow_tfps.handle import Handle
     from airflow_tfps.judge import Rules
@@ -34,7 +34,6 @@ PROGRESS_XCOM = "progress"
 PROGRESS_SECS = 3.0
 SETTLE_SECS = 3.0
 """How long a verdict waits for the last `progress` to be written."""
-KILL_PATIENCE_SECS = 60.0
 UNSURE_LEASE_SECS = 30.0
 
 _kills: set[asyncio.Task[None]] = set()
@@ -54,6 +53,13 @@ async def _let_the_task_end(where: Any, began: float) -> None:
         return
     late = conf.getfloat("workers", "min_heartbeat_interval", fallback=5.0) + 1.0
     await asyncio.sleep(max(began + late - time.monotonic(), 0.0))
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """End tasks and wait for their ends; what they were about to say does not matter."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _HandleTrigger(BaseTrigger):
@@ -96,11 +102,14 @@ class _HandleTrigger(BaseTrigger):
             log.warning(
                 "%s: Airflow does not answer; the hosts stop in %.0f s", handle.training, UNSURE_LEASE_SECS
             )
-            await follow.shorten_lease(handle, UNSURE_LEASE_SECS)
+            await follow.renew(handle, UNSURE_LEASE_SECS)
             return
         log.info("%s: stopping, because the task was ended by the user", handle.training)
+        # A host that is away is asked until its lease must have run out: it may come back before that.
         errors = await follow.stop(
-            handle, "the Airflow task was ended by the user", patience_secs=KILL_PATIENCE_SECS
+            handle,
+            "the Airflow task was ended by the user",
+            patience_secs=handle.job.timeouts.lease_secs,
         )
         for host, error in errors.items():
             log.error("%s: could not be stopped, its lease will end it: %s", host, error)
@@ -168,28 +177,41 @@ class ReadyTrigger(_HandleTrigger):
 
         began = time.monotonic()
         handle = self._handle()
-        secs = handle.job.timeouts.ready_secs
+        until = began + handle.job.timeouts.ready_secs
+        through: set[str] = set()
+        """TF tasks that have ended well: nobody can reach them, and nobody needs to."""
 
         async def probe(host: str) -> tuple[str, dict[str, Any]]:
-            return host, await follow.probe(handle, host, probe_request(handle, host, secs), timeout=secs)
+            secs = max(until - time.monotonic(), 0.0)
+            return host, await follow.probe(
+                handle, host, probe_request(handle, host, secs, through), timeout=secs
+            )
 
+        if self.ends_training:  # from here on somebody stops it who is told to
+            await follow.renew(handle, handle.job.timeouts.lease_secs)
         notices = Notices(self.task_instance)
         notices.put(Board(handle).to_json())
-        tasks = [asyncio.create_task(probe(host)) for host in handle.hosts]
+        found: dict[str, dict[str, Any]] = {}
+        tasks: list[asyncio.Task[tuple[str, dict[str, Any]]]] = []
         try:
-            found = {}
-            for done in asyncio.as_completed(tasks):
-                host, answer = await done
-                found[host] = answer
+            while len(found) < len(handle.hosts):
+                tasks = [asyncio.create_task(probe(host)) for host in handle.hosts if host not in found]
+                for done in asyncio.as_completed(tasks):
+                    host, answer = await done
+                    found[host] = answer
+                    ended = {str(task) for task in answer.get("through", ())} - through
+                    if answer.get("failed") or ended:
+                        break  # the other hosts wait in vain: for what comes after it, or for what has ended
+                await _cancel(tasks)
                 if answer.get("failed"):
                     break
+                through |= ended
             check_probes(handle, found)
             event: dict[str, Any] = {"ready": True}
         except TfpsError as error:
             event = {"ready": False, "reason": str(error), "transient": error.transient}
         finally:
-            for task in tasks:
-                task.cancel()
+            await _cancel(tasks)
         await _let_the_task_end(self.task_instance, began)
         self._has_fired = True
         yield _event(event)

@@ -49,11 +49,12 @@ from tfps_runtime.reserve import (
     GpuLock,
     Lock,
     Port,
+    change_owner,
     ensure_run_dir,
-    finish_checkpoint_dir,
     hold_gpus,
     hold_ports,
     own_checkpoint_dir,
+    refusal,
     write_file,
 )
 from tfps_runtime.scripts import LogScanner, result_of
@@ -85,7 +86,10 @@ class Agent:
             directory = request.checkpoint_dir
             if directory is not None:
                 directory = own_checkpoint_dir(
-                    os.path.expanduser(directory), self.paths, is_fixed=request.checkpoint_dir_is_fixed
+                    os.path.expanduser(directory),
+                    self.paths,
+                    is_fixed=request.checkpoint_dir_is_fixed,
+                    lease_secs=request.lease_secs,
                 )
             os.makedirs(self.paths.directory, mode=0o700, exist_ok=True)
         except BaseException:
@@ -110,6 +114,8 @@ class Agent:
             stall_secs=request.stall_secs,
             chief_is_here=any(t.is_chief for t in request.tasks),
         )
+        self._owned_until = self.state.lease_until
+        """Until then, on the monotonic clock, the checkpoint directory is ours by its owner file."""
         self.start_request: Optional[StartRequest] = None
         self.events: list[dict[str, Any]] = []
         self._happening: list[core.Event] = []
@@ -196,6 +202,8 @@ class Agent:
             if left:
                 sys.stderr.write(f"could not end {left}\n")
             self.followers.finish(5.0, lambda _: True)
+            if not left:
+                self._note_in_checkpoint_dir(ended=True)
         finally:
             self.processes.end_all()
             self.release()
@@ -269,6 +277,8 @@ class Agent:
             return
         while self._happening:
             self.state, actions = core.step(self.state, self._happening[0], time.monotonic())
+            if self.state.lease_until > self._owned_until:
+                self._own_for_longer()
             for action in actions:
                 self._act(action)
             del self._happening[0]
@@ -297,6 +307,22 @@ class Agent:
         with contextlib.suppress(OSError):  # a full disk ends no training
             os.write(self._events_fd, dump(message).encode() + b"\n")
         self.followers.tell(message)
+
+    def _own_for_longer(self) -> None:
+        """Note in the checkpoint directory that the lease was renewed; ahead, so that not each renewal writes."""
+        now = time.monotonic()
+        self._owned_until = now + 1.5 * (self.state.lease_until - now)
+        self._note_in_checkpoint_dir(until=time.time() + self._owned_until - now)
+
+    def _note_in_checkpoint_dir(self, **values: Any) -> None:
+        """Write something into the owner file, if this host's TF tasks save at all."""
+        directory = self.reservation.checkpoint_dir
+        if directory is None:
+            return
+        try:
+            change_owner(directory, str(self.training), **values)
+        except OSError as error:
+            sys.stderr.write(f"{directory}: {error}\n")
 
     # --- TF tasks
 
@@ -341,11 +367,7 @@ class Agent:
         result = self._result(chief)
         if result is not None:
             self.happen(core.Finished(chief, result))
-        if self.reservation.checkpoint_dir is not None:
-            try:
-                finish_checkpoint_dir(self.reservation.checkpoint_dir)
-            except OSError as error:
-                sys.stderr.write(f"{self.reservation.checkpoint_dir}: {error}\n")
+        self._note_in_checkpoint_dir(finished=True)
 
     def _result(self, chief: str) -> Optional[Result]:
         try:
@@ -557,7 +579,7 @@ def main() -> int:
         try:
             agent = Agent(ReserveRequest.from_json(load(sys.stdin.readline())))
         except OSError as error:
-            raise RefusedError("workdir", f"{error.strerror}: {error.filename}") from error
+            raise refusal(error, f"{error.strerror}: {error.filename}") from error
         except ProtocolError as error:
             raise RefusedError("bad_request", str(error)) from error
     except RefusedError as error:

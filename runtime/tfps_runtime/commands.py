@@ -40,7 +40,7 @@ from tfps_runtime.protocol import (
     load,
 )
 from tfps_runtime.recall import asked_for, history, known, recall
-from tfps_runtime.reserve import check_run_dir, clear_lock, is_held, living, locks, read_lock
+from tfps_runtime.reserve import check_run_dir, clear_lock, is_held, living, locks, read_lock, refusal
 from tfps_runtime.sweep import sweep
 from tfps_runtime.tails import Acknowledged, LogFile
 from tfps_runtime.uploads import note_use, put
@@ -203,12 +203,14 @@ def renew(request: dict[str, Any]) -> None:
 def probe(request: dict[str, Any]) -> None:
     """Wait until every address accepts connections, or a TF task of this host has failed, or the time is over.
 
-    Answers with what is `missing` (task -> why) and, when something failed here, `failed`.
+    Answers with what is `missing` (task -> why), with the TF tasks of this host that are `through`, having ended well:
+    nobody waits for those; and, when something failed here, `failed`. Ends when nobody reads its answer any more.
     """
     paths = paths_of(request)
     until = time.monotonic() + float(request.get("timeout_secs", 0))
     missing = {str(task): str(address) for task, address in dict(request.get("addresses", {})).items()}
     failed: dict[str, Any] = {"failed": None}
+    through: list[str] = []
     asked = 0.0
     from concurrent.futures import ThreadPoolExecutor  # of no use to other commands
 
@@ -219,14 +221,18 @@ def probe(request: dict[str, Any]) -> None:
             now = time.monotonic()
             if missing and now - asked >= 0.25:
                 asked = now
-                failed = _failure(paths)
-            if not missing or failed["failed"] or now >= until:
+                found = look(paths)
+                failed = _failure(paths, found)
+                through = [t["task"] for t in found["tasks"] if t["state"] == TaskState.SUCCEEDED.value]
+                missing = {t: a for t, a in missing.items() if t not in through}
+            if not missing or failed["failed"] or now >= until or not _is_heard():
                 break
             time.sleep(0.05)
     say(
         {
             "type": "probe",
             "missing": {t: f"{a} does not accept connections" for t, a in missing.items()},
+            "through": through,
             **failed,
         }
     )
@@ -237,9 +243,18 @@ def _accepts(address: str) -> bool:
     return is_listening(host.strip("[]"), int(port), 1.0)
 
 
-def _failure(paths: Paths) -> dict[str, Any]:
-    """Why the training cannot become ready on this host, if so: `failed`, with the `exit` and `time` if a TF task's."""
-    found = look(paths)
+def _is_heard() -> bool:
+    """Whether anybody still reads standard output: sshd closes it when the connection is gone, and kills nobody."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not poll.poll(0)
+
+
+def _failure(paths: Paths, found: dict[str, Any]) -> dict[str, Any]:
+    """Why the training, `found` to be so, cannot become ready on this host, if so.
+
+    `failed`, with the `exit` and `time` of the TF task if it is one's.
+    """
     if not found["is_alive"]:
         return {"failed": f"the agent on {paths.host} is gone"}
     ended = {t["task"]: t for t in recall(paths)["tasks"]}
@@ -515,7 +530,7 @@ def main(name: str) -> int:
     except BrokenPipeError:  # nobody listens any more
         return 1
     except OSError as error:
-        say(RefusedError("workdir", f"{name}: {error}").to_json())
+        say(refusal(error, f"{name}: {error}").to_json())
         return 1
     return 0
 

@@ -160,6 +160,11 @@ def run_dir(uid: Optional[int] = None) -> str:
     return f"/var/tmp/tfps-{os.getuid() if uid is None else uid}"  # noqa: S108 (mode 0700, owner checked by its user)
 
 
+def machine_path(uid: Optional[int] = None) -> str:
+    """Holds the name by which owner files call this machine."""
+    return os.path.join(run_dir(uid), "machine")
+
+
 @dataclass(frozen=True)
 class Paths:
     """Every path of one training on one host.
@@ -433,6 +438,13 @@ class Owner(Message):
     host: str
     lock: str
     finished: bool = False
+    """The training has ended well: the next one does not continue in this directory."""
+    machine: str = ""
+    """Whose lock that is: other machines, on a shared file system, cannot ask it."""
+    until: float = 0.0
+    """Seconds since the epoch: by then its lease has run out, unless this file says otherwise."""
+    ended: bool = False
+    """Its agent has ended in order: nobody writes there."""
     version: int = VERSION
 
 

@@ -14,12 +14,23 @@ import socket
 import stat
 import struct
 import subprocess
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Any, Optional
 
-from tfps_runtime.protocol import OWNER_FILE, LockRecord, Owner, Paths, ProtocolError, RefusedError, run_dir
+from tfps_runtime.protocol import (
+    OWNER_FILE,
+    LockRecord,
+    Owner,
+    Paths,
+    ProtocolError,
+    RefusedError,
+    TrainingId,
+    machine_path,
+    run_dir,
+)
 
 _LOCK_PATH = re.compile(re.escape(run_dir(0))[:-1] + r"[0-9]+/[0-9a-f]{12}\.lock\Z")
 MAX_USED_MIB = 300
@@ -65,6 +76,11 @@ def write_file(path: str, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def refusal(error: OSError, what: str) -> RefusedError:
+    """What the file system said, as a refusal. A full disk may have room at the next try; nothing else mends itself."""
+    return RefusedError("workdir", what, transient=error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 # --- the agent's lock ----------------------------------------------------------------------------------------------
@@ -356,7 +372,36 @@ def write_owner(directory: str, owner: Owner) -> None:
     write_file(os.path.join(directory, OWNER_FILE), owner.dumps() + "\n")
 
 
-def own_checkpoint_dir(directory: str, paths: Paths, *, is_fixed: bool) -> str:
+def machine() -> str:
+    """A name of this machine, for as long as the directory of its locks exists; machine ids are cloned with images."""
+    path = machine_path()
+    while True:
+        with contextlib.suppress(FileNotFoundError), open(path, encoding="ascii") as file:
+            return file.read(64)
+        ensure_run_dir()
+        candidate = f"{path}.{os.getpid()}"
+        write_file(candidate, os.urandom(16).hex())
+        try:
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.link(candidate, path)
+        finally:
+            os.unlink(candidate)
+
+
+def _may_write(owner: Owner, training: TrainingId) -> bool:
+    """Whether the owner of a checkpoint directory may still write there.
+
+    On this machine its lock tells. On another one an incarnation of the same key is gone, since whoever starts the next
+    stops it first; of others there is only their word: that they have ended, or by when they will have.
+    """
+    if owner.ended:
+        return False
+    if owner.machine in ("", machine()):
+        return is_held(owner.lock)
+    return TrainingId.parse(owner.training).key != training.key and time.time() < owner.until
+
+
+def own_checkpoint_dir(directory: str, paths: Paths, *, is_fixed: bool, lease_secs: float) -> str:
     """Claim the directory that the training's checkpoints go to; returns the one to use.
 
     An unfinished training's directory is taken up again by the next incarnation of the same key. A finished one
@@ -370,21 +415,25 @@ def own_checkpoint_dir(directory: str, paths: Paths, *, is_fixed: bool) -> str:
         os.makedirs(candidate, mode=0o700, exist_ok=True)
         owner = read_owner(candidate)
         if owner is not None and owner.training != str(paths.training):
-            if is_held(owner.lock):
+            if _may_write(owner, paths.training):
                 raise RefusedError(
                     "checkpoint_owned",
-                    f"{candidate} is being written by training {owner.training}",
+                    f"{candidate} is being written by training {owner.training}, on {owner.host}",
                     transient=True,
                 )
             if owner.finished and not is_fixed:
                 number += 1
                 continue
-        write_owner(candidate, Owner(str(paths.training), paths.host, paths.lock))
+        until = time.time() + lease_secs
+        write_owner(
+            candidate,
+            Owner(str(paths.training), paths.host, paths.lock, machine=machine(), until=until),
+        )
         return candidate
 
 
-def finish_checkpoint_dir(directory: str) -> None:
-    """Note that the training which owns the directory has ended well."""
+def change_owner(directory: str, training: str, **values: Any) -> None:
+    """Write something else about this training, if it still owns the directory. Raises OSError."""
     owner = read_owner(directory)
-    if owner is not None:
-        write_owner(directory, replace(owner, finished=True))
+    if owner is not None and owner.training == training:
+        write_owner(directory, replace(owner, **values))

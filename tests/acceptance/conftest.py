@@ -11,7 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import pytest
 
@@ -93,11 +93,13 @@ class Together:
         self._futures: dict[str, Future[object]] = {}
 
     def run(self, item: pytest.Function) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+        if item.nodeid not in self._futures:
+            self._pool = self._pool or ThreadPoolExecutor(SIDE_BY_SIDE)
             running = item.funcargs["live"]
             for other in item.session.items:
-                if isinstance(other, pytest.Function) and is_shared(other):
+                if (
+                    is_shared(other) and other.path.parent == item.path.parent
+                ):  # whose components are the same
                     given = other.callspec.params if hasattr(other, "callspec") else {}
                     self._futures[other.nodeid] = self._pool.submit(other.obj, live=running, **given)
         self._futures[item.nodeid].result()
@@ -106,8 +108,10 @@ class Together:
 TOGETHER = Together()
 
 
-def is_shared(item: pytest.Function) -> bool:
-    return "live" in item.fixturenames and item.get_closest_marker("alone") is None
+def is_shared(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    if not isinstance(item, pytest.Function) or "live" not in item.fixturenames:
+        return False
+    return item.get_closest_marker("alone") is None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -224,15 +224,15 @@ class Run:
         return [(name, p) for name, p in self.noted_tasks() if start_time(p[0]) == p[1]]
 
     def until_training(
-        self, index: int = -1, *, other_than: Training | None = None, secs: float = SECS
+        self, index: int = -1, *, other_than: Training | None = None, tasks: int = 3, secs: float = SECS
     ) -> Training:
-        """Wait until train is deferred, all three TF tasks of its (another) incarnation live, and it is followed."""
+        """Wait until train is deferred, all `tasks` of its (another) incarnation live, and it is followed."""
 
         def found() -> Training | None:
             if self.until_state("train", "deferred", index=index) != "deferred":
                 return None
             training = self.training(index)
-            if training is None or len(training.tasks) < 3:
+            if training is None or len(training.tasks) < tasks:
                 return None
             if other_than is not None and training.id == other_than.id:
                 return None
@@ -285,17 +285,26 @@ class Run:
 class Live:
     """The components, the hosts, and runs. Methods may be called from several threads."""
 
+    run_type: type[Run] = Run
+
     def __init__(self, stack: AirflowStack, hosts: Mapping[str, DemoHost], folder: Path) -> None:
         self.stack = stack
         self.hosts = hosts
         self.folder = folder
         self._numbers = itertools.count()
+        self._runs = itertools.count()
         self._lock = threading.Lock()
         self.runs: list[Run] = []
 
     @property
     def api(self) -> Api:
         return self.stack.api
+
+    def take_ports(self, count: int = PORTS_PER_RUN) -> range:
+        """Ports that no other run gets."""
+        with self._lock:
+            first = FIRST_PORT + next(self._numbers) * PORTS_PER_RUN
+        return range(first, first + count)
 
     def start(
         self,
@@ -307,15 +316,13 @@ class Live:
         **params: Any,
     ) -> Run:
         """Trigger a run, with ports of its own or with `ports`."""
+        mine = self.take_ports(ports_count) if ports is None else ports
         with self._lock:
-            number = next(self._numbers)
-        control = self.folder / f"run-{number}"
+            control = self.folder / f"run-{next(self._runs)}"
         control.mkdir()
-        first = FIRST_PORT + number * PORTS_PER_RUN
-        mine = range(first, first + ports_count) if ports is None else ports
         conf = {"control": str(control), "ports": f"{mine[0]}-{mine[-1]}", **params}
         run_id = self.api.trigger(dag_id, conf)
-        run = Run(self, dag_id, run_id, control, mine, group)
+        run = self.run_type(self, dag_id, run_id, control, mine, group)
         self.runs.append(run)
         return run
 

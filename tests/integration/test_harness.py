@@ -362,6 +362,20 @@ def test_a_finished_training_started_again_only_evaluates(train):
     assert "nothing left to train" in training.tasks[CHIEF].log
 
 
+@pytest.mark.parametrize("state", ["", 'model_checkpoint_path: "model.ckpt-1"\n'], ids=["empty", "older"])
+def test_the_newest_complete_checkpoint_counts_whatever_the_state_file_says(train, state):
+    """After a loss of power the file may be empty, after a kill it may lag: neither begins the training anew."""
+    training = train(ps=0, workers=1, steps=100)
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    (training.checkpoints / "checkpoint").write_text(state)
+    (training.checkpoints / "model.ckpt-900.index").write_bytes(b"")  # of a save that was cut off
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    assert "model.ckpt-100\n" in training.tasks[CHIEF].log.partition("restored ")[2]
+    assert "nothing left to train" in training.tasks[CHIEF].log
+
+
 def test_start_from_takes_weights_and_counts_from_zero(train):
     """`start_from` brings the weights of another training's checkpoint, not its global step."""
     first = train(ps=0, workers=1, steps=300)

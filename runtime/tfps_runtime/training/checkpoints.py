@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 
+from tfps_runtime.checkpoint import complete_checkpoints
 from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import CheckpointOptions
 from tfps_runtime.training.model import ProgramError
@@ -83,9 +84,15 @@ class Checkpoints:
         return existing[-1] if existing else None
 
     def _existing(self) -> list[str]:
-        state = tf.train.get_checkpoint_state(self.directory)
-        paths = [] if state is None else state.all_model_checkpoint_paths
-        return [path for path in paths if tf.train.checkpoint_exists(path)]
+        """Prefixes of the complete checkpoints, by global step, whether or not the state file has heard of them.
+
+        A process that was killed in a save, or a machine that lost its power, may leave that behind or empty.
+        """
+        return [
+            found.prefix
+            for found in complete_checkpoints(self.directory)
+            if Path(found.prefix).name.startswith(f"{NAME}-")
+        ]
 
     def save(self, session: Any, step: int) -> str:
         """Save as `model.ckpt-<step>`; blocks until the files are in place. Gives the prefix."""

@@ -1,9 +1,16 @@
 """A training without TensorFlow, for tests of everything around it: binds its port, prints steps, saves, ends.
 
-What it does is told by files in the folder `--control`, so that a test decides when something happens: `finish`
-ends it well, `exit-worker-0` holds the exit code with which that TF task ends, and while `deaf-worker-1` is there
-that TF task does not listen. Each process leaves a file `pids/<role>-<index>-<pid>` with its start time.
-Python 3.9, standard library only.
+What it does is told by files in the folder `--control`, so that a test decides when something happens:
+
+    finish              everyone ends well
+    exit-worker-0       that TF task ends with the exit code in it; is taken away, and works once, if `once` follows that
+    early-worker-1      that TF task ends well at once, before it listens
+    deaf-worker-1       while it is there, that TF task does not listen
+    stuck-worker-1      while it is there, that TF task makes no step
+    stubborn-worker-1   when it starts, it ignores SIGTERM, and so do the child and the grandchild that it leaves
+    slow-save           while it is there, a save stops before its `data`, `index` or `state`, whichever it holds
+
+Each process leaves a file `pids/<role>-<index>-<pid>` with its start time. Python 3.9, standard library only.
 """
 
 from __future__ import annotations
@@ -14,9 +21,12 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
+
+from tfps_runtime.checkpoint import latest_checkpoint
 
 STEP_SECS = 0.1
 SAVE_STEPS = 10
@@ -39,7 +49,7 @@ def listen(port: int) -> None:
     """Accept connections on a port that the agent holds, as TensorFlow's server does."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    server.bind(("127.0.0.1", port))
+    server.bind(("", port))
     server.listen(16)
 
     def accept() -> None:
@@ -81,21 +91,59 @@ def index_table() -> bytes:
     return data + trailer(data) + meta + trailer(meta) + index + trailer(index) + footer
 
 
-def save(directory: str, step: int) -> None:
-    """Leave a checkpoint as TensorFlow does: data first, then the index, then the state file."""
-    prefix = f"model.ckpt-{step}"
-    write(os.path.join(directory, f"{prefix}.data-00000-of-00001"), struct.pack("<q", step))
-    write(os.path.join(directory, f"{prefix}.index"), index_table())
-    write(os.path.join(directory, "checkpoint"), f'model_checkpoint_path: "{prefix}"\n'.encode())
+class Disk:
+    """The checkpoint directory."""
+
+    def __init__(self, directory: str, control: str) -> None:
+        self._directory = directory
+        self._slow = os.path.join(control, "slow-save")
+
+    def save(self, step: int) -> None:
+        """Leave a checkpoint as TensorFlow does: data first, then the index, then the state file."""
+        prefix = f"model.ckpt-{step}"
+        data = struct.pack("<q", step)
+        parts = [
+            ("data", f"{prefix}.data-00000-of-00001", data),
+            ("index", f"{prefix}.index", index_table()),
+            ("state", "checkpoint", f'model_checkpoint_path: "{prefix}"\n'.encode()),
+        ]
+        for part, name, content in parts:
+            self._pause(part, name)
+            write(os.path.join(self._directory, name), content)
+
+    def _pause(self, part: str, name: str) -> None:
+        """Stand still in the midst of a save, with half of the next file there, as long as the test wants it."""
+        while self._is_to_pause(part):
+            with open(os.path.join(self._directory, name + ".partial"), "wb") as file:
+                file.write(b"half")
+            time.sleep(STEP_SECS)
+
+    def _is_to_pause(self, part: str) -> bool:
+        try:
+            with open(self._slow, encoding="ascii") as file:
+                return file.read() == part
+        except FileNotFoundError:
+            return False
+
+    def saved_step(self) -> int:
+        """The global step of the newest checkpoint, 0 without one."""
+        newest = latest_checkpoint(self._directory)
+        return 0 if newest is None else newest.global_step
 
 
-def saved_step(directory: str) -> int:
-    """The global step of the newest checkpoint, 0 without one."""
-    try:
-        with open(os.path.join(directory, "checkpoint"), encoding="utf-8") as file:
-            return int(file.readline().rstrip('"\n').rpartition("-")[2])
-    except FileNotFoundError:
-        return 0
+def leave_children() -> None:
+    """Ignore SIGTERM and start a child in this process group and a grandchild in a session of its own; both do, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]  # ignored signals are inherited
+    subprocess.Popen(sleeper)
+    subprocess.Popen(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import subprocess; subprocess.Popen({sleeper!r}, start_new_session=True)",
+        ]
+    )
 
 
 def main() -> int:
@@ -109,30 +157,45 @@ def main() -> int:
     pids = os.path.join(arguments.control, "pids")
     os.makedirs(pids, exist_ok=True)
     write(os.path.join(pids, f"{role}-{index}-{os.getpid()}"), str(start_time(os.getpid())).encode())
-    while os.path.exists(os.path.join(arguments.control, f"deaf-{role}-{index}")):
+    here = f"-{role}-{index}"
+
+    def is_told(name: str) -> bool:
+        return os.path.exists(os.path.join(arguments.control, name))
+
+    if is_told("early" + here):
+        return 0
+    if is_told("stubborn" + here):
+        leave_children()
+    while is_told("deaf" + here):
         time.sleep(STEP_SECS)
-    listen(int(config["cluster"][role][index].rpartition(":")[2]))
+    if role != "evaluator":  # which has no port
+        listen(int(config["cluster"][role][index].rpartition(":")[2]))
     if role == "ps":
         while True:
             signal.pause()
 
-    is_chief = index == 0
-    step = saved_step(arguments.checkpoint_dir) if is_chief else 0
+    is_chief = role == "chief" or (role == "worker" and index == 0 and "chief" not in config["cluster"])
+    disk = Disk(arguments.checkpoint_dir, arguments.control)
+    step = disk.saved_step() if is_chief else 0
     sys.stdout.write(f"starting at step {step}\n")
-    while not os.path.exists(os.path.join(arguments.control, "finish")):
-        code = os.path.join(arguments.control, f"exit-{role}-{index}")
-        if os.path.exists(code):
+    while not is_told("finish"):
+        path = os.path.join(arguments.control, "exit" + here)
+        if os.path.exists(path):
             sys.stdout.write("told to fail\n")
-            with open(code, encoding="ascii") as file:
-                return int(file.read())
-        step += 1
-        sys.stdout.write(f"step {step} loss {1 / step:.6f}\n")
+            with open(path, encoding="ascii") as file:
+                code, *once = file.read().split()
+            if once:
+                os.unlink(path)
+            return int(code)
+        if not is_told("stuck" + here):
+            step += 1
+            sys.stdout.write(f"step {step} loss {1 / step:.6f}\n")
+            if is_chief and step % SAVE_STEPS == 0:
+                disk.save(step)
         sys.stdout.flush()
-        if is_chief and step % SAVE_STEPS == 0:
-            save(arguments.checkpoint_dir, step)
         time.sleep(STEP_SECS)
     if is_chief:
-        save(arguments.checkpoint_dir, step)
+        disk.save(step)
     return 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 import uuid
 
 import pytest
 from agents import Refused, wait_until
-from tfps_runtime.reserve import is_held
+from tfps_runtime.reserve import change_owner, is_held, read_owner
 
 
 def test_a_checkpoint_directory_has_one_living_owner(host):
@@ -28,6 +29,53 @@ def test_a_checkpoint_directory_has_one_living_owner(host):
     third = host.training(key).reserve("worker:0", checkpoint_dir=directory)
     assert third.reservation["checkpoint_dir"] == directory
     host.ask("sweep", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"machine": "elsewhere", "until": 60.0}, True),
+        ({"machine": "elsewhere", "until": -1.0}, False),
+        ({"machine": "elsewhere", "until": 60.0, "ended": True}, False),
+        ({"until": 60.0}, False),
+    ],
+    ids=["its lease runs", "its lease is over", "it has ended", "it was on this machine, and is dead"],
+)
+def test_an_owner_on_another_machine_is_believed(host, changes, is_refused):
+    """On a shared file system a lock cannot be asked from elsewhere: what counts is what the owner wrote."""
+    directory, key = str(host.workdir / "ckpt"), f"test/{uuid.uuid4().hex}"
+    first = host.training().reserve("worker:0", checkpoint_dir=directory)
+    os.kill(first.agent, signal.SIGKILL)
+    wait_until(lambda: not is_held(first.paths.lock), "it is dead")
+    until = time.time() + changes.pop("until")
+    change_owner(directory, str(first.id), until=until, **changes)
+    same_key = host.training(first.id.key)
+    other = host.training(key)
+    if is_refused:
+        with pytest.raises(
+            Refused, match=f"is being written by training {first.id}, on {host.name}"
+        ) as caught:
+            other.reserve("worker:0", checkpoint_dir=directory)
+        assert (caught.value.code, caught.value.transient) == ("checkpoint_owned", True)
+        assert (
+            same_key.reserve("worker:0", checkpoint_dir=directory).reservation["checkpoint_dir"] == directory
+        )
+    else:
+        assert other.reserve("worker:0", checkpoint_dir=directory).reservation["checkpoint_dir"] == directory
+    host.ask("sweep", {})
+
+
+def test_the_owner_file_keeps_up_with_the_lease(host):
+    """By what stands there the lease never ends too early, and an end in order is noted."""
+    directory = str(host.workdir / "ckpt")
+    training = host.training().reserve("worker:0", checkpoint_dir=directory)
+    assert 0 < read_owner(directory).until - time.time() <= 120
+    for secs in (1000.0, 1100.0, 4000.0):
+        host.ask("renew", {**training.request, "lease_secs": secs})
+        assert read_owner(directory).until - time.time() >= secs - 1
+    assert not read_owner(directory).ended
+    training.stop()
+    assert read_owner(directory).ended
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

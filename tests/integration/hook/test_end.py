@@ -96,7 +96,7 @@ def test_who_only_looks_keeps_nothing_and_a_trigger_without_an_answer_shortens_t
     assert {m["host"] for m in messages} == {"hook-a", "hook-b"}
     assert not [m for m in messages if m["type"] == "log"]
     assert hook.status(handle)["hook-a"]["lease_secs"] <= before["hook-a"]["lease_secs"]
-    asyncio.run(follow.shorten_lease(handle, 0.5))
+    asyncio.run(follow.renew(handle, 0.5))
     deadline = time.monotonic() + 30
     while lab.living(handle.training):
         assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 from labs import STAND_IN, Watcher, pids
@@ -25,9 +26,10 @@ from airflow_tfps.errors import (
     SpecError,
 )
 from airflow_tfps.handle import Handle
-from airflow_tfps.hook import ClusterHook, check_probes, probe_request
+from airflow_tfps.hook import ENSURE_LEASE_SECS, ClusterHook, check_probes, probe_request
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.spec import JobSpec
+from airflow_tfps.triggers import ReadyTrigger
 
 # --- bringing a cluster up --------------------------------------------------------------------------------------------
 
@@ -270,3 +272,48 @@ def test_sweeping_all_hosts(lab, hook):
     assert hook.sweep(["hook-a"]).keys() == {"hook-a"}
     assert hook.sweep()["hook-b"]["bytes"] >= 14
     assert not part.exists()
+
+
+def test_a_worker_that_is_through_before_it_listens_is_not_waited_for(lab, hook):
+    """Its host says so, which the others cannot know; the trigger then asks those again, without it."""
+    handle = hook.ensure(lab.job("steps=1", "early=worker:1"), lab.training(), wait=False)
+
+    async def ready() -> dict[str, Any]:
+        trigger = ReadyTrigger(handle=handle.to_json())
+        return [event.payload async for event in trigger.run()][0]
+
+    assert asyncio.run(asyncio.wait_for(ready(), 15)) == {"ready": True}
+
+
+def test_a_probe_ends_when_nobody_waits_for_its_answer(lab, hook):
+    """A trigger that is cancelled leaves no command behind on the host."""
+    handle = hook.ensure(lab.job("deaf=ps:0"), lab.training(), wait=False)
+
+    async def ask_and_leave() -> None:
+        request = probe_request(handle, "hook-a", 600)
+        task = asyncio.create_task(follow.probe(handle, "hook-a", request, timeout=600))
+        while not lab.processes("\0probe\0"):  # noqa: ASYNC110  another process sets no event here
+            await asyncio.sleep(0.02)
+        task.cancel()
+
+    asyncio.run(ask_and_leave())
+    deadline = time.monotonic() + 15
+    while lab.processes("\0probe\0"):
+        assert time.monotonic() < deadline
+
+
+def test_what_a_killed_ensure_had_started_ends_soon(lab, hook):
+    """Only when every host has started is the lease a long one."""
+    handle = hook.ensure(lab.job(), lab.training(), wait=False, lease_secs=5000.0)
+    assert all(4000 < s["lease_secs"] <= 5000 for s in hook.status(handle).values())
+    seen = []
+
+    class Dying(ClusterHook):
+        def renew(self, handle: Handle, lease_secs: float) -> None:
+            seen.extend(s["lease_secs"] for s in self.status(handle).values())
+            raise SystemExit  # as near as it gets to a worker that is killed here
+
+    with Dying(inventory=lab.inventory()) as dying, pytest.raises(SystemExit):
+        dying.ensure(lab.job(), lab.training(), wait=False, lease_secs=5000.0)
+    assert len(seen) == 2
+    assert max(seen) <= ENSURE_LEASE_SECS
