@@ -63,13 +63,15 @@ def batches(draws: float) -> Any:
 
     random = np.random.default_rng(0)
     ready = random.standard_normal((ROWS, COLUMNS), dtype=np.float32)
+    # Into the same place each time: the memory of a new array would be asked of the kernel, page by page, in a thread.
+    scratch = np.empty_like(ready)
     while True:
         whole, part = divmod(draws, 1)
         for _ in range(int(whole)):
-            ready = random.standard_normal((ROWS, COLUMNS), dtype=np.float32)
+            random.standard_normal(dtype=np.float32, out=scratch)
         if part:
-            random.standard_normal((int(ROWS * part), COLUMNS), dtype=np.float32)
-        yield ready
+            random.standard_normal(dtype=np.float32, out=scratch[: int(ROWS * part)])
+        yield scratch.copy() if whole else ready
 
 
 def input_secs(draws: float, secs: float = 1.0) -> float:
