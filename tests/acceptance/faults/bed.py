@@ -68,8 +68,8 @@ def missing() -> str | None:
             "--mount-proc",
             "true",
         )
-        run("ip", "link", "add", GATE, "type", "veth", "peer", "name", f"{PREFIX}p")
-        run("ip", "link", "del", GATE)
+        run("ip", "link", "add", f"{PREFIX}a", "type", "veth", "peer", "name", f"{PREFIX}b")
+        run("ip", "link", "del", f"{PREFIX}a")
     except BedError as error:
         return f"this machine gives no namespaces: {error}"
     finally:

@@ -293,6 +293,7 @@ def test_waiting_provision_marked_failed(live: BedLive) -> None:
     first.until_training()
     second = live.start("faults", ports=first.ports)
     second.until_state("provision", "deferred")
+    second.ports = range(0)  # they are the first one's
     gone(
         second,
         "mark failed while provision waits for ports",
