@@ -172,8 +172,8 @@ class ReadyTrigger(_HandleTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from airflow_tfps import follow
-        from airflow_tfps.hook import check_probes, probe_request
         from airflow_tfps.progress import Board
+        from airflow_tfps.readiness import check_probes, probe_request
 
         began = time.monotonic()
         handle = self._handle()

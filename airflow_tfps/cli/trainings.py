@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfps_runtime.protocol import Task, TrainingId
 
+from airflow_tfps.calls import COMMAND_SECS, PARALLEL
 from airflow_tfps.errors import CommandError, SpecError, TfpsError
-from airflow_tfps.hook import COMMAND_SECS, PARALLEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -44,10 +44,10 @@ from airflow_tfps import forms, remote
 from airflow_tfps.errors import CommandError, NotReadyError, SpecError, TfpsError
 from airflow_tfps.follow import MAX_EVENTS, HostFollower
 from airflow_tfps.handle import Handle, PlacedTask
-from airflow_tfps.hook import check_probes
 from airflow_tfps.inventory import Inventory
 from airflow_tfps.judge import Rules, judge
 from airflow_tfps.progress import MAX_BYTES, Board
+from airflow_tfps.readiness import check_probes
 from airflow_tfps.spec import JobSpec
 from airflow_tfps.ssh import Completed
 from airflow_tfps.ssh.wire import Lines

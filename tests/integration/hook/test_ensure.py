@@ -26,8 +26,9 @@ from airflow_tfps.errors import (
     SpecError,
 )
 from airflow_tfps.handle import Handle
-from airflow_tfps.hook import ENSURE_LEASE_SECS, ClusterHook, check_probes, probe_request
+from airflow_tfps.hook import ENSURE_LEASE_SECS, ClusterHook
 from airflow_tfps.inventory import Inventory
+from airflow_tfps.readiness import check_probes, probe_request
 from airflow_tfps.spec import JobSpec
 from airflow_tfps.triggers import ReadyTrigger
 
