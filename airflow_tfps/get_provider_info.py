@@ -27,7 +27,9 @@ def get_provider_info() -> dict[str, Any]:
                 "tags": ["software"],
             }
         ],
-        "operators": [{"integration-name": name, "python-modules": ["airflow_tfps.operators"]}],
+        "operators": [
+            {"integration-name": name, "python-modules": ["airflow_tfps.operators", "airflow_tfps.models"]}
+        ],
         "sensors": [{"integration-name": name, "python-modules": ["airflow_tfps.sensors"]}],
         "hooks": [{"integration-name": name, "python-modules": ["airflow_tfps.hook"]}],
         "cli": ["airflow_tfps.cli.definition.get_cli_commands"],
@@ -37,6 +39,7 @@ def get_provider_info() -> dict[str, Any]:
                 "python-modules": ["airflow_tfps.triggers", "airflow_tfps.asset_triggers"],
             }
         ],
+        "asset-uris": [{"schemes": ["tfps"], "handler": "airflow_tfps.assets.sanitize_uri"}],
         "connection-types": [
             {
                 "connection-type": "tfps",

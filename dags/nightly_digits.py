@@ -1,4 +1,4 @@
-"""A model of handwritten digits, trained anew each night: prepare the data, train, judge the result.
+"""A model of handwritten digits, trained anew each night: prepare the data, train, judge, promote.
 
 1. `prepare` writes scikit-learn's 1797 digits, split into a training and an evaluation part, to where every Airflow
    worker can read them. Any task may stand here: what it returns becomes an input of the training, and the edge
@@ -6,6 +6,10 @@
 2. `training` uploads both files to the hosts of the connection `gpu_lab` (those that have them already are left
    alone), starts the parameter server and the workers, and trains. No worker slot is held meanwhile.
 3. `judge` takes the metrics on the evaluation part and the checkpoint, and fails the run if the model is too bad.
+4. `evaluate` evaluates the checkpoint on the host where it lies, with a reservation of its own.
+5. `promote` makes it the model that is served, `<model_dir>/current` on that host, if it is better than the one that is
+   served now, on the same data. If not, the task is skipped and says why; nothing changes. The DAG `digits_rollback`
+   goes back to the model before.
 
 A retry or a clear of `training.train` continues from the last checkpoint.
 """
@@ -19,6 +23,7 @@ from airflow.sdk import Param, dag, task
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_tfps.group import TrainingTaskGroup
+from airflow_tfps.models import EvaluateOperator, PromoteOperator
 
 DATA = Path(os.environ.get("AIRFLOW_HOME", "~/airflow")) / "data" / "digits"
 
@@ -67,6 +72,13 @@ def judge(training: dict, params: dict | None = None) -> dict:
         "min_accuracy": Param(
             0.93, type="number", minimum=0, maximum=1, title="Accuracy below which the run fails"
         ),
+        "min_gain": Param(0.0, type="number", minimum=0, title="Gain in accuracy that a promotion needs"),
+        "model_dir": Param(
+            "~/models/digits",
+            type="string",
+            title="Models",
+            description="Directory of the served models, on the host of the chief",
+        ),
         "data_dir": Param(
             str(DATA), type="string", title="Data", description="Directory that every Airflow worker can read"
         ),
@@ -85,7 +97,16 @@ def nightly_digits() -> None:
         steps="{{ params.steps }}",
         mode="{{ params.mode }}",
     )
-    judge(training.output)
+    judged = judge(training.output)
+    evaluation = EvaluateOperator(task_id="evaluate", training=training)
+    promotion = PromoteOperator(
+        task_id="promote",
+        evaluation=evaluation,
+        metric="accuracy",
+        min_gain="{{ params.min_gain }}",
+        model_dir="{{ params.model_dir }}",
+    )
+    judged >> promotion
 
 
 nightly_digits()

@@ -1,4 +1,4 @@
-"""`make demo`: the main job on one machine, from three SSH hosts to the model that is judged.
+"""`make demo`: the main job on one machine, from three SSH hosts to the model that is promoted.
 
     python -m airflow_tfps.demo [--steps 1000] [--out result.json]
 
@@ -48,6 +48,8 @@ PHASES = {
     "ready": "training.ready",
     "train": "training.train",
     "downstream": "judge",
+    "evaluate": "evaluate",
+    "promote": "promote",
 }
 """Phase of the run to the task that ends it."""
 RUN_SECS = 600.0
@@ -230,12 +232,14 @@ class Demo:
         trained = stack.api.xcom(DAG, run_id, PHASES["train"])
         judged = stack.api.xcom(DAG, run_id, PHASES["downstream"])
         handle = stack.api.xcom(DAG, run_id, PHASES["provision"])
+        promoted = stack.api.xcom(DAG, run_id, PHASES["promote"])
         return {
             "accuracy": judged["accuracy"],
             "global_step": trained["global_step"],
             "checkpoint": trained["checkpoint"],
             "host": trained["host"],
             "metrics": trained["metrics"],
+            "model": {key: promoted[key] for key in ("version", "path", "host", "reason")},
             "training_id": trained["training_id"],
             "dag_id": DAG,
             "run_id": run_id,

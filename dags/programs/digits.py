@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tfps_runtime.training import EVAL, TRAIN, Model, Params, Shard
+from tfps_runtime.training import EVAL, PREDICT, TRAIN, Model, Params, Shard
 
 PIXELS, CLASSES = 64, 10
 
@@ -26,8 +26,10 @@ def load(path: str) -> tuple[np.ndarray, np.ndarray]:
     return x, np.concatenate([part["y"] for part in parts]).astype(np.int32)
 
 
-def input_fn(mode: str, params: Params, shard: Shard) -> tf.data.Dataset:
+def input_fn(mode: str, params: Params, shard: Shard) -> tf.data.Dataset | None:
     """Every replica shuffles every `shard.count`-th image, again and again; evaluation sees all once."""
+    if mode == PREDICT:  # no input of its own: that of evaluation
+        return None
     x, y = load(params.inputs[mode])
     if mode == EVAL:
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
