@@ -62,6 +62,7 @@ class TrainingTaskGroup(TaskGroup):
         spec = JobSpec.load(job, base_dir=folder, templated=True)
         place = _hosts(hosts, folder)
         self.job_name: str | None = None if is_template(spec.name) else spec.name
+        may_go_on = spec.start_from == "previous" or is_template(spec.start_from)
         with self:
             self.provision = ProvisionClusterOperator(
                 task_id="provision",
@@ -72,7 +73,7 @@ class TrainingTaskGroup(TaskGroup):
                 steps=steps,
                 mode=mode,
                 base_dir=str(spec.base_dir or folder),
-                job_name=self.job_name if spec.start_from == "previous" else None,
+                job_name=self.job_name if may_go_on else None,
             )
             self.ready = ClusterReadySensor(task_id="ready", handle=self.provision.output)
             self.train = TrainOperator(task_id="train", handle=self.provision.output, job_name=self.job_name)

@@ -6,8 +6,8 @@
 3. `digits_consumer` is scheduled on the asset `tfps://model/digits-chained`, of which each promotion is an event. It
    finds version, path, host and metrics in there. A promotion that was refused is no event.
 
-Beside them `digits_evaluation` is scheduled on `tfps://training/digits-chained`: it evaluates each finished training with
-nothing but what the event says, and needs no job file.
+Beside them `digits_evaluation` is scheduled on `tfps://training/digits-chained`: it evaluates each finished training
+with nothing but what the event says, and needs no job file.
 """
 
 from __future__ import annotations

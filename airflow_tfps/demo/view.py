@@ -106,6 +106,8 @@ class View:
         say(f"accuracy     {found['accuracy']:.4f} on digits that it has not seen", style="bold green")
         say(f"global step  {found['global_step']}")
         say(f"checkpoint   {found['host']}:{found['checkpoint']}", soft_wrap=True)
+        model = found["model"]
+        say(f"model        {model['host']}:{model['path']}, version {model['version']}", soft_wrap=True)
         say()
         tasks = Table("TF task", "host", "state", "restarts", box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for task in found["tasks"]:

@@ -141,6 +141,8 @@ def test_demo_at_a_terminal_stays_up_until_ctrl_c(demo):
     assert found["accuracy"] >= 0.93
     assert found["accuracy"] == found["metrics"]["accuracy"]
     assert found["global_step"] == 1000
+    assert found["model"]["version"] == 1
+    assert Path(found["model"]["path"], "saved_model.pb").is_file()
     assert Path(f"{found['checkpoint']}.index").is_file()
     assert {task["task"]: task["host"] for task in found["tasks"]} == {
         "ps:0": "gpu-a",
