@@ -105,7 +105,7 @@ def test_an_ended_evaluation_leaves_nothing(live: Live, how: str) -> None:
     def state() -> str | None:
         return run.states().get(("evaluate", -1))
 
-    until(lambda: state() == "deferred" and evaluations(run), SECS, lambda: run.states())
+    until(lambda: state() == "deferred" and evaluations(run), SECS, run.states)
     (agent,) = evaluations(run)
     if how == "clear":
         live.api.clear(run.dag_id, run.run_id, ["evaluate"])

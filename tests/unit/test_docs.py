@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from bundles import save
-from tfps_runtime import commands, protocol, uploads
+from tfps_runtime import commands, models, protocol, uploads
 from tfps_runtime.agent import Agent
 
 from airflow_tfps import errors
@@ -281,7 +281,7 @@ def test_state_tables_are_complete():
 
 # --- protocol -----------------------------------------------------------------------------------------------
 
-HANDLERS = {**commands.COMMANDS, "put": uploads.put}
+HANDLERS = {**commands.COMMANDS, **models.COMMANDS, "put": uploads.put}
 THE_TRAINING = {"training", "host", "workdir"}
 
 
@@ -312,6 +312,8 @@ def test_requests_are_documented(command):
             read |= THE_TRAINING
     types = {
         "reserve": (protocol.ReserveRequest, protocol.TaskSpec),
+        "promote": (models.PromoteRequest, models.Rule),
+        "rollback": (models.RollbackRequest,),
         "start": (protocol.StartRequest, protocol.Program, protocol.CheckpointOptions),
         "sweep": (protocol.SweepRequest,),
     }
@@ -343,6 +345,7 @@ def ask(command: str, request: dict[str, Any]) -> list[dict[str, Any]]:
         ("stop", {}),
         ("sweep", {"training": None}),
         ("pin", {"directory": "/nowhere/ckpt"}),
+        ("models", {"model_dir": "/none"}),
     ],
 )
 def test_answers_are_documented(command, request_, tmp_path):
@@ -491,7 +494,7 @@ def public_classes(module: str) -> dict[str, str]:
 def test_readme_has_every_operator():
     """The README's table has every operator and sensor, with the keys of what it returns."""
     table = section(PAGES["README.md"], "## Operators and sensors")
-    found = {**public_classes("operators.py"), **public_classes("sensors.py"), **public_classes("group.py")}
+    found = {**public_classes("operators.py"), **public_classes("models.py"), **public_classes("sensors.py"), **public_classes("group.py")}
     assert set(found) == {name for name in first_cells(table) if name[0].isupper()}
     for name, docstring in found.items():
         (row,) = re.findall(rf"^\| `{name}` .*$", table, re.MULTILINE)
