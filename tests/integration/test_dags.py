@@ -24,6 +24,11 @@ RUNS = (
 )
 
 
+TRAINING = ("linear_regression", "nightly_digits", "own_script", "wide_deep", "digits_training")
+"""Those with a form for a training."""
+CHAINED = ("digits_data", "digits_consumer", "digits_evaluation")
+
+
 # --- in Airflow's processes -------------------------------------------------------------------------------------------
 
 
@@ -40,9 +45,15 @@ def parse() -> dict[str, object]:
         "heavy": sorted(brought & set(HEAVY)),
         "dags": {
             dag_id: {
-                "schedule": dag.schedule,
+                "schedule": dag.schedule if isinstance(dag.schedule, str) else None,
                 "catchup": dag.catchup,
                 "max_active_runs": dag.max_active_runs,
+                "assets": [
+                    sorted(asset.uri for _, asset in dag.timetable.asset_condition.iter_assets())
+                    if hasattr(dag.timetable, "asset_condition")
+                    else [],
+                    sorted(outlet.uri for task in dag.tasks for outlet in task.outlets),
+                ],
                 "doc": dag.doc_md,
                 "form": {name: dag.params.get_param(name).schema for name in dag.params},
                 "edges": sorted(
@@ -121,7 +132,7 @@ def test_dag_files_are_read_without_faults(parsed):
     """Every example is read without an error, imports nothing heavy, and survives Airflow's serialization."""
     assert parsed["errors"] == {}
     assert parsed["heavy"] == []
-    assert sorted(parsed["dags"]) == ["linear_regression", "nightly_digits", "own_script", "wide_deep"]
+    assert sorted(parsed["dags"]) == sorted([*TRAINING, *CHAINED, "digits_rollback"])
     for dag in parsed["dags"].values():
         assert dag["is_same_serialized"]
         assert len(dag["doc"]) > 100
@@ -136,15 +147,34 @@ def test_nightly_digits_is_a_nightly_pipeline(parsed):
         ["training.provision", "training.ready"],
         ["training.ready", "training.train"],
         ["training.train", "judge"],
+        ["training.train", "evaluate"],
+        ["evaluate", "promote"],
+        ["judge", "promote"],
         ["training.train", "training.teardown"],
         ["training.provision", "training.teardown"],
     ):
         assert edge in dag["edges"], edge
 
 
+def test_assets_chain_the_dags(parsed):
+    """Data start a training, a training its evaluation, a promoted model its consumer; names are known at parse time."""
+    assert {name: dag["assets"] for name, dag in parsed["dags"].items() if dag["assets"][0]} == {
+        "digits_training": [
+            ["digits-data"],
+            ["tfps://model/digits-chained", "tfps://training/digits-chained"],
+        ],
+        "digits_consumer": [["tfps://model/digits-chained"], []],
+        "digits_evaluation": [["tfps://training/digits-chained"], ["tfps://evaluation/digits-chained"]],
+    }
+    assert parsed["dags"]["nightly_digits"]["assets"] == [
+        [],
+        ["tfps://evaluation/digits", "tfps://model/digits", "tfps://training/digits"],
+    ]
+
+
 def test_trigger_forms_check_what_is_typed(parsed):
     """The forms know types and limits: an integer of steps, one of two modes, a positive learning rate."""
-    for dag in parsed["dags"].values():
+    for dag in (parsed["dags"][name] for name in TRAINING):
         assert dag["form"]["steps"]["type"] == "integer"
         assert dag["form"]["steps"]["minimum"] == 1
     for dag in ("linear_regression", "nightly_digits"):
@@ -175,6 +205,10 @@ def test_all_dags_train_in_one_process(airflow, embedded_hosts, wait_until):
     trained, judged = (runs[2]["xcoms"][task] for task in ("training.train", "judge"))
     assert judged["accuracy"] >= 0.93
     assert judged["checkpoint"] == trained["checkpoint"]
+    evaluated, promoted = (runs[2]["xcoms"][task] for task in ("evaluate", "promote"))
+    assert evaluated["metrics"]["accuracy"] == pytest.approx(judged["accuracy"])
+    assert promoted["version"] == 1
+    assert Path(promoted["path"], "saved_model.pb").is_file()
     assert trained["global_step"] == 1000
     assert trained["host"] in hosts
     assert Path(f"{trained['checkpoint']}.index").is_file(), "the hosts are on this machine"

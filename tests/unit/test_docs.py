@@ -494,7 +494,12 @@ def public_classes(module: str) -> dict[str, str]:
 def test_readme_has_every_operator():
     """The README's table has every operator and sensor, with the keys of what it returns."""
     table = section(PAGES["README.md"], "## Operators and sensors")
-    found = {**public_classes("operators.py"), **public_classes("models.py"), **public_classes("sensors.py"), **public_classes("group.py")}
+    found = {
+        **public_classes("operators.py"),
+        **public_classes("models.py"),
+        **public_classes("sensors.py"),
+        **public_classes("group.py"),
+    }
     assert set(found) == {name for name in first_cells(table) if name[0].isupper()}
     for name, docstring in found.items():
         (row,) = re.findall(rf"^\| `{name}` .*$", table, re.MULTILINE)
