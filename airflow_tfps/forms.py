@@ -87,6 +87,16 @@ _TRAINING: Form = {
 _REMOVED: Form = {"what": str, "name": str, "bytes": int}
 _PINNED: Form = {"prefix": str, "global_step": int, "size": int, "time": float}
 _STOPPED: Form = {"stopped": dict[str, str]}
+_PROMOTION: Form = {
+    "promoted": bool,
+    "version": Optional[int],
+    "path": Optional[str],
+    "former": Optional[int],
+    "value": Optional[float],
+    "former_value": Optional[float],
+    "reason": str,
+    "removed": list[int],
+}
 _ANSWERS: dict[str, Form] = {
     "preflight": {
         "faults": list[str],
@@ -120,6 +130,9 @@ _ANSWERS: dict[str, Form] = {
     "sweep": {**_SWEPT, "removed": list[dict[str, Any]], "is_complete": bool, "faults": list[str]},
     "pin": {"pins": list[dict[str, Any]]},
     "checkpoints": {"type": str, "checkpoint": Optional[Checkpoint]},
+    "promote": _PROMOTION,
+    "rollback": {"version": int, "path": str, "former": Optional[int], "reason": str},
+    "note": {"path": str},
 }
 
 
@@ -169,8 +182,10 @@ def check_answer(host: str, command: str, request: Mapping[str, Any], answer: Ma
             raise ProtocolError("pin.pins: one is needed")
         if answer.get("swept") is not None:
             _check(answer["swept"], _SWEPT, f"{command}.swept")
-        if command == "put":
-            _check_path(answer["path"], "put.path")
+        if command in ("put", "rollback", "note") or answer.get("promoted") is True:
+            _check_path(str(answer["path"]), f"{command}.path")
+        if answer.get("promoted") is True:
+            check(answer.get("version"), int, f"{command}.version")
     except ProtocolError as error:
         raise _refused(host, f"{command} was answered with what makes no sense", error) from None
 

@@ -543,8 +543,8 @@ class ClusterHook(BaseHook):
         """Whether a complete checkpoint of this prefix lies on a host."""
         directory, _, name = prefix.rpartition("/")
         request = {"directory": directory, "after_step": checkpoint_step(name) - 1, "newest": True}
-        found = self.call(host, "checkpoints", request).get("checkpoint") or {}
-        return str(found.get("prefix", "")).rpartition("/")[2] == name
+        found = forms.checkpoint_of(host, self.call(host, "checkpoints", request))
+        return found is not None and found.prefix.rpartition("/")[2] == name
 
     def log_tail(self, handle: Handle, task: Task, lines: int = 30) -> list[str]:
         """The last lines of a TF task's log."""
