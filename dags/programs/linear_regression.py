@@ -38,10 +38,12 @@ def input_fn(mode: str, params: Params, shard: Shard) -> Batches:
     return batches(shard.seed, size, params.get("step_secs", 0.0))
 
 
-def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Params) -> Model:  # noqa: ARG001  one for all
+def model_fn(features: tf.Tensor, labels: tf.Tensor | None, mode: str, params: Params) -> Model:  # noqa: ARG001
     weight = tf.get_variable("weight", [], initializer=tf.zeros_initializer())
     bias = tf.get_variable("bias", [], initializer=tf.zeros_initializer())
     predictions = features * weight + bias
+    if labels is None:  # to predict, and to export
+        return Model(predictions=predictions)
     tf.summary.scalar("line/weight", weight)
     tf.summary.scalar("line/bias", bias)
     return Model(
