@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.spec import JobSpec
 
-START_LEASE_SECS = 300.0
-"""How long an evaluation goes on before its trigger has taken it up."""
+START_LEASE_SECS = 120.0
+"""How long an evaluation goes on before its trigger has taken it up; so long it may outlive a kill in between."""
 BEGUN_KEY = "begun"
 COMPARISONS = 3
 """How often an export is compared anew because another promotion came first, within one try."""
