@@ -493,6 +493,7 @@ class PromoteOperator(_Assessing):
             self.log.info("%s; comparing anew", error)
             self._begin(context, time.time(), count + 1)
         if not answer["promoted"]:
+            self.log.info("not promoted: %s", answer["reason"])  # Airflow shows no reason of a skip
             raise AirflowSkipException(f"not promoted: {answer['reason']}")
         self.log.info("version %s is the current model: %s", answer["version"], answer["reason"])
         keys = ("version", "path", "former", "metric", "value", "former_value", "reason", "removed")
