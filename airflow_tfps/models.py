@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.spec import JobSpec
 
-START_LEASE_SECS = 300.0
-"""How long an evaluation goes on before its trigger has taken it up."""
+START_LEASE_SECS = 120.0
+"""How long an evaluation goes on before its trigger has taken it up; so long it may outlive a kill in between."""
 BEGUN_KEY = "begun"
 COMPARISONS = 3
 """How often an export is compared anew because another promotion came first, within one try."""
@@ -493,6 +493,7 @@ class PromoteOperator(_Assessing):
             self.log.info("%s; comparing anew", error)
             self._begin(context, time.time(), count + 1)
         if not answer["promoted"]:
+            self.log.info("not promoted: %s", answer["reason"])  # Airflow shows no reason of a skip
             raise AirflowSkipException(f"not promoted: {answer['reason']}")
         self.log.info("version %s is the current model: %s", answer["version"], answer["reason"])
         keys = ("version", "path", "former", "metric", "value", "former_value", "reason", "removed")

@@ -106,6 +106,7 @@ def test_an_ended_evaluation_leaves_nothing(live: Live, how: str) -> None:
         return run.states().get(("evaluate", -1))
 
     until(lambda: state() == "deferred" and evaluations(run), SECS, run.states)
+    until(lambda: "evaluator:0@gpu_a RUNNING" in task_log(run, "evaluate"), SECS, "it is followed")
     (agent,) = evaluations(run)
     if how == "clear":
         live.api.clear(run.dag_id, run.run_id, ["evaluate"])
