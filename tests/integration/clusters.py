@@ -193,7 +193,8 @@ class Nursery:
     def call(self, function: Callable[..., Any], *args: Any, directory: Path, secs: float = 30.0) -> Any:
         """Run a function of a module in a fork; gives what it returns (JSON), or fails with its traceback."""
         process, answer = self.begin(function, *args, directory=directory)
-        assert process.wait(secs) == 0, process.log
+        code = process.wait(secs)
+        assert code == 0, f"exit {code}: {process.log}"
         return json.loads(answer.read_text())
 
     def close(self) -> None:
