@@ -1,10 +1,11 @@
 """Input made while the step runs, against feeding one batch at a time.
 
-    python tests/benchmarks/overlapped_input.py [--pairs 7] [--secs 8]
+    python tests/benchmarks/overlapped_input.py [--pairs 7] [--secs 8] [--input wait|compute]
 
 One worker without a ps. The same generator of arrays feeds the step (`feed`), fills a queue from a thread (`queue`), or
 is a prefetched `tf.data` dataset (`data`); interleaved. At the beginning of each round the step is timed, and the
-generator's work is set so that making a batch takes as long; both times are printed. Step and input use one core each.
+generator is set so that making a batch takes as long; both times are printed. Input waits, as for storage or a network;
+with `--input compute` it draws random numbers instead, which needs a core of its own all the time, beside the step's.
 
 Bounds, medians over the rounds, for queue and data each: >= 1.368 x feed, and >= 0.7 of what is possible, (i + s) / max(i, s).
 """
@@ -39,7 +40,7 @@ PROGRAM = """
     def input_fn(mode, params, shard):
         if mode == "eval":
             return None
-        source = batches(params["draws"])
+        source = batches(params["input"], params["work"])
         if params["style"] == "queue":
             return queued(((x, None) for x in source), capacity=4)
         if params["style"] == "data":
@@ -57,8 +58,8 @@ PROGRAM = """
 ROWS, COLUMNS, LAYERS = 128, 256, 12
 
 
-def batches(draws: float) -> Any:
-    """Endless batches; each costs `draws` times the drawing of a batch of normal numbers. 0: made beforehand."""
+def batches(kind: str, work: float) -> Any:
+    """Endless batches; each costs `work`: seconds to `wait`, or how often to `compute` a batch of normal numbers."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -66,17 +67,19 @@ def batches(draws: float) -> Any:
     # Into the same place each time: the memory of a new array would be asked of the kernel, page by page, in a thread.
     scratch = np.empty_like(ready)
     while True:
-        whole, part = divmod(draws, 1)
-        for _ in range(int(whole)):
-            random.standard_normal(dtype=np.float32, out=scratch)
-        if part:
+        if kind == "wait":
+            time.sleep(work)
+        else:
+            whole, part = divmod(work, 1)
+            for _ in range(int(whole)):
+                random.standard_normal(dtype=np.float32, out=scratch)
             random.standard_normal(dtype=np.float32, out=scratch[: int(ROWS * part)])
-        yield scratch.copy() if whole else ready
+        yield ready.copy()
 
 
-def input_secs(draws: float, secs: float = 1.0) -> float:
+def input_secs(kind: str, work: float, secs: float = 1.0) -> float:
     """Seconds to make a batch, with nothing beside it."""
-    source = batches(draws)
+    source = batches(kind, work)
     next(source)
     count, started = 0, time.perf_counter()
     while time.perf_counter() < started + secs:
@@ -85,7 +88,7 @@ def input_secs(draws: float, secs: float = 1.0) -> float:
     return (time.perf_counter() - started) / count
 
 
-def step_secs(forks: Nursery, directory: Path, style: str, draws: float, secs: float) -> float:
+def step_secs(forks: Nursery, directory: Path, style: str, kind: str, work: float, secs: float) -> float:
     """Seconds from step to step in a training."""
     directory.mkdir()
     trainings = Trainings(forks, directory)
@@ -94,7 +97,7 @@ def step_secs(forks: Nursery, directory: Path, style: str, draws: float, secs: f
         ps=0,
         workers=1,
         steps=10**9,
-        hparams={"style": style, "draws": draws, "layers": LAYERS},
+        hparams={"style": style, "input": kind, "work": work, "layers": LAYERS},
         session={"intraOpParallelismThreads": 1},
     )
     try:
@@ -115,18 +118,20 @@ def main() -> int:
     )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--secs", type=float, default=8.0)
+    parser.add_argument("--input", choices=("wait", "compute"), default="wait")
     options = parser.parse_args()
     found: dict[str, list[float]] = {name: [] for name in ("input", "step", *STYLES)}
     with tempfile.TemporaryDirectory(prefix="tfps-bench-") as place:
         forks = Nursery(Path(place) / "log")
         for pair in range(options.pairs):
-            step = step_secs(forks, Path(place) / f"step-{pair}", "feed", 0, options.secs / 2)
-            draws = step / input_secs(1)
+            kind = options.input
+            step = step_secs(forks, Path(place) / f"step-{pair}", "feed", "wait", 0, options.secs / 2)
+            work = step if kind == "wait" else step / input_secs(kind, 1)
             found["step"].append(step)
-            found["input"].append(input_secs(draws))
+            found["input"].append(input_secs(kind, work))
             for style in STYLES:
                 found[style].append(
-                    step_secs(forks, Path(place) / f"{style}-{pair}", style, draws, options.secs)
+                    step_secs(forks, Path(place) / f"{style}-{pair}", style, kind, work, options.secs)
                 )
             line = ", ".join(f"{name} {1e3 * times[-1]:.2f} ms" for name, times in found.items())
             print(f"pair {pair + 1}: {line}", flush=True)
