@@ -246,7 +246,7 @@ class CheckpointSensor(BaseSensorOperator):
             if is_object_storage(self.checkpoint_dir):
                 return {"host": None, "directory": self.checkpoint_dir}
             inventory = Inventory.load(self.hosts or [self.host], base_dir=folder_of(self))
-            return {"host": inventory.subset([self.host]).to_dict(), "directory": self.checkpoint_dir}
+            return {"host": _only(inventory, self.host), "directory": self.checkpoint_dir}
         if isinstance(self.training, Mapping) and "tasks" in self.training:
             handle = Handle.from_json(self.training)
             host = handle.inventory.subset([handle.chief_host])

@@ -50,7 +50,7 @@ def parse() -> dict[str, object]:
                 "max_active_runs": dag.max_active_runs,
                 "assets": [
                     sorted(asset.uri for _, asset in dag.timetable.asset_condition.iter_assets())
-                    if hasattr(dag.timetable, "asset_condition")
+                    if getattr(dag.timetable, "asset_condition", None) is not None
                     else [],
                     sorted(outlet.uri for task in dag.tasks for outlet in task.outlets),
                 ],

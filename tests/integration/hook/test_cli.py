@@ -235,13 +235,11 @@ def test_preflight(tfps, lab, monkeypatch):
 
 def test_preflight_says_how_to_trust_a_host(tfps, lab, monkeypatch):
     """An unknown key: its fingerprint, and what to write where."""
-    from conftest import conn_variable
-
     from airflow_tfps.demo.hosts import connection_json
 
     connection = connection_json(lab.hosts["hook-a"])
     del connection["extra"]["host_key"]
-    monkeypatch.setenv(conn_variable("hook-a"), json.dumps(connection))
+    monkeypatch.setenv("AIRFLOW_CONN_HOOK_A", json.dumps(connection))
     rows = tfps.rows("preflight", code=1)
     assert [row["host"] for row in rows] == ["hook-b"]
     assert "is not known" in tfps.err
