@@ -49,7 +49,7 @@ def parse() -> dict[str, object]:
                 "catchup": dag.catchup,
                 "max_active_runs": dag.max_active_runs,
                 "assets": [
-                    sorted(asset.uri for _, asset in dag.timetable.asset_condition.iter_assets())
+                    sorted(asset.uri for asset in dag.timetable.asset_condition.objects)
                     if getattr(dag.timetable, "asset_condition", None) is not None
                     else [],
                     sorted(outlet.uri for task in dag.tasks for outlet in task.outlets),
