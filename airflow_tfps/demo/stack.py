@@ -334,8 +334,11 @@ class AirflowStack:
             raise StackError(f"not healthy in time: {', '.join(unhealthy)}\n{logs}") from None
 
     def _wait_dags(self, until: float) -> None:
-        """Wait until the dag-processor has read every file that holds a DAG."""
-        files = {path.name for path in self.dags_folder.rglob("*.py") if _may_hold_dag(path)}
+        """Wait until the dag-processor has read every file with a DAG that is in the folder itself.
+
+        What is in folders below may be programs, which `.airflowignore` keeps from it.
+        """
+        files = {path.name for path in self.dags_folder.glob("*.py") if _may_hold_dag(path)}
 
         def missing() -> set[str]:
             self._check_children()
