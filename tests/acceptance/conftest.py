@@ -34,6 +34,8 @@ COMPONENTS = {
     # What the defaults wait for: a trigger of a dead triggerer is taken up after this long (default 30 s).
     "AIRFLOW__TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "12",
     "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "2",
+    # A stack of ours starts nothing by itself; here an asset does.
+    "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "True",
 }
 
 

@@ -112,6 +112,7 @@ def test_an_ended_evaluation_leaves_nothing(live: Live, how: str) -> None:
         live.api.clear(run.dag_id, run.run_id, ["evaluate"])
         until(lambda: state() == "deferred" and evaluations(run) not in ([], [agent]), SECS, "another one")
         until(lambda: agent not in evaluations(run), 30, "the old one ends")
+        until(lambda: "evaluator:0@gpu_a RUNNING" in task_log(run, "evaluate"), SECS, "that one is followed")
         how = "failed"
     live.api.set_task_state(run.dag_id, run.run_id, "evaluate", how)
     until(lambda: not evaluations(run), 30, "the evaluation ends")
