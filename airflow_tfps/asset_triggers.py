@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEEN_KEY = "tfps_checkpoints"
+SETTLED_SECS = 5.0
+"""After so long an event of ours has reached Airflow, or its trigger was ended."""
 RETRY_SECS = (5.0, 15.0, 60.0)
 
 
@@ -74,6 +76,8 @@ class CheckpointEventTrigger(BaseEventTrigger):
         self.pin = pin
         self.existing = existing
         self.poll_secs = poll_secs
+        self._told: dict[str, Any] | None = None
+        """As `_seen`, and what was told since."""
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return "airflow_tfps.asset_triggers.CheckpointEventTrigger", {
@@ -112,7 +116,7 @@ class CheckpointEventTrigger(BaseEventTrigger):
         from airflow_tfps.watch import is_object_storage, watch
 
         spec = None if is_object_storage(self.directory) else await asyncio.to_thread(self._spec)
-        seen = await self._seen()
+        seen = self._told = self._told or await self._seen()
         found = watch(
             spec,
             self.directory,
@@ -123,14 +127,20 @@ class CheckpointEventTrigger(BaseEventTrigger):
             pin=self.owner if self.pin and spec is not None else None,
             poll_secs=self.poll_secs,
         )
-        async with contextlib.aclosing(found):
-            async for one in found:
-                payload = {**one, "host": None if spec is None else self.host}
-                yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
-                # After the event: a crash in between tells it twice, the other way round it would be lost.
-                seen["global_step"] = max(seen["global_step"], one["global_step"])
-                seen["time"] = max(seen["time"], one["time"])
-                await self._keep(seen)
+        later: set[asyncio.Task[None]] = set()
+        try:
+            async with contextlib.aclosing(found):
+                async for one in found:
+                    payload = {**one, "host": None if spec is None else self.host}
+                    yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
+                    seen["global_step"] = max(seen["global_step"], one["global_step"])
+                    seen["time"] = max(seen["time"], one["time"])
+                    task = asyncio.create_task(self._keep_later(dict(seen)))
+                    later.add(task)
+                    task.add_done_callback(later.discard)
+        finally:
+            for task in later:
+                task.cancel()
 
     def _spec(self) -> HostSpec:
         from airflow_tfps.inventory import Inventory
@@ -154,6 +164,14 @@ class CheckpointEventTrigger(BaseEventTrigger):
         seen = {"global_step": -1, "time": 0.0, "since": 0.0 if self.existing else time.time()}
         await self._keep(seen)
         return seen
+
+    async def _keep_later(self, seen: Mapping[str, Any]) -> None:
+        """Airflow takes no event of a trigger that it has forgotten, and ends that one only a moment later.
+
+        What was told in that moment must be told again by the next trigger: twice rather than never.
+        """
+        await asyncio.sleep(SETTLED_SECS)
+        await self._keep(seen)
 
     async def _keep(self, seen: Mapping[str, Any]) -> None:
         if self.asset_state_store is not None:

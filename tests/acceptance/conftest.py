@@ -34,6 +34,8 @@ COMPONENTS = {
     # What the defaults wait for: a trigger of a dead triggerer is taken up after this long (default 30 s).
     "AIRFLOW__TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "12",
     "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "2",
+    # A pause ends the triggers of assets when the file is read again (stack: after 300 s).
+    "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "15",
     # A stack of ours starts nothing by itself; here an asset does.
     "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "True",
 }

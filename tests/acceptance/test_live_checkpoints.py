@@ -55,7 +55,8 @@ def test_each_new_checkpoint_starts_a_run(live: Live) -> None:
     watch(live, is_paused=False)
     until(lambda: len(told(live)) >= 3, what="a run for the third")
     found = told(live)
-    assert [one["global_step"] for one in found] == [1, 2, 3]
+    # What was told a moment before the trigger ended is told again.
+    assert list(dict.fromkeys(one["global_step"] for one in found)) == [1, 2, 3]
     for one in found:
         assert one["host"] == "gpu_a"
         assert verify(one["checkpoint"]).size == 1000
