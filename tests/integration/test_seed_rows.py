@@ -447,7 +447,8 @@ def test_s11_line_script_is_found_and_resumed_warm_and_spawned(tmp_path, here):
         rows = numbers(chief.splitlines(), LINE)
         assert abs(float(rows[-1][1]) - 2) < 0.2
         assert abs(float(rows[-1][2]) - 10) < 0.3
-        assert len(numbers(worker.splitlines(), LINE)) >= 5  # it may come late: the chief takes its tokens until then
+        # It may come late: the chief takes its tokens until then.
+        assert len(numbers(worker.splitlines(), LINE)) >= 5
         assert list((tmp_path / "line" / "checkpoint").glob("model.ckpt-30[01].index"))
         assert training.step("worker:0") >= 280
 
