@@ -2,10 +2,11 @@
 
     python tests/benchmarks/overlapped_input.py [--pairs 7] [--secs 8] [--input wait|compute]
 
-One worker without a ps. The same generator of arrays feeds the step (`feed`), fills a queue from a thread (`queue`), or
-is a prefetched `tf.data` dataset (`data`); interleaved. At the beginning of each round the step is timed, and the
+One worker without a ps. The same generator of arrays feeds the step (`feed`) or fills a queue from a thread (`queue`); a
+prefetched `tf.data` dataset takes as long for its elements (`data`); interleaved. At the beginning of each round the step is timed, and the
 generator is set so that making a batch takes as long; both times are printed. Input waits, as for storage or a network;
 with `--input compute` it draws random numbers instead, which needs a core of its own all the time, beside the step's.
+The dataset then is `from_generator`, which is slow whatever it does: TensorFlow starts a thread for each element.
 
 Bounds, medians over the rounds, for queue and data each: >= 1.368 x feed, and >= 0.7 of what is possible, (i + s) / max(i, s).
 """
@@ -34,6 +35,7 @@ PROGRAM = """
     import sys
     sys.path.insert(0, {directory!r})
     import tensorflow.compat.v1 as tf
+    from tensorflow.python.data.experimental.ops.testing import sleep
     from overlapped_input import ROWS, COLUMNS, batches
     from tfps_runtime.training import Model, queued
 
@@ -43,6 +45,9 @@ PROGRAM = """
         source = batches(params["input"], params["work"])
         if params["style"] == "queue":
             return queued(((x, None) for x in source), capacity=4)
+        if params["style"] == "data" and params["input"] == "wait":  # the same wait as one of tf.data's own ops
+            dataset = tf.data.Dataset.from_tensors(next(batches("wait", 0))).repeat()
+            return dataset.apply(sleep(int(1e6 * params["work"]))).prefetch(4)
         if params["style"] == "data":
             dataset = tf.data.Dataset.from_generator(lambda: source, tf.float32, [ROWS, COLUMNS])
             return dataset.prefetch(4)
