@@ -206,6 +206,28 @@ def test_what_c_code_prints_is_in_the_log_of_a_killed_task(run, stage, tmp_path)
 # --- clusters -----------------------------------------------------------------------------------------------------
 
 
+def test_a_session_may_be_closed_before_its_supervisor_stops(run):
+    """What a queue runner was doing is cancelled then; the script has not failed."""
+    script = run(
+        """
+        import tensorflow as tf
+
+        queue = tf.FIFOQueue(1, tf.float32)
+        size = queue.size()
+        runner = tf.train.QueueRunner(queue, [queue.enqueue(1.0)])
+        supervisor = tf.train.Supervisor(logdir=None, summary_op=None)
+        with supervisor.prepare_or_wait_for_session("") as session:
+            thread = supervisor.start_queue_runners(session, [runner])[0]
+            while session.run(size) < 1:
+                pass
+        thread.join()
+        supervisor.stop()
+        print("stopped")
+        """
+    )
+    assert "stopped" in script.log
+
+
 def test_a_worker_lost_for_good_stops_nobody_with_device_filters_and_everybody_without(script_cluster):
     """One of three workers dies before the chief comes: with filters the last step is reached, without nobody starts.
 
