@@ -124,7 +124,9 @@ class Host:
             f"AuthorizedKeysFile {folder}/authorized_keys\nPasswordAuthentication no\nUsePAM no\n"
         )
         shell = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
-        (folder / "passwd").write_text(
+        # All of it: a file that something else is mounted on may be replaced outside, which takes the mount away.
+        shutil.copytree("/etc", folder / "etc", symlinks=True)
+        (folder / "etc" / "passwd").write_text(
             f"root:x:0:0:root:{folder}/home:{shell}\nsshd:x:101:65534::/run/sshd:/usr/sbin/nologin\n"
             "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
         )

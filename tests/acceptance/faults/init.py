@@ -15,7 +15,7 @@ import time
 def main() -> None:
     name, folder, sshd = sys.argv[1:]
     socket.sethostname(name)
-    for source, target in ((f"{folder}/passwd", "/etc/passwd"), (f"{folder}/var-tmp", "/var/tmp")):
+    for source, target in ((f"{folder}/etc", "/etc"), (f"{folder}/var-tmp", "/var/tmp")):
         subprocess.run(["mount", "--bind", source, target], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"], check=True)
     os.mkdir("/run/sshd", 0o755)

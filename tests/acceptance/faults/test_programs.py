@@ -160,7 +160,7 @@ def test_early_worker(live: BedLive) -> None:
 
 def small_disk(host: Host, path: Path) -> None:
     host.run("mkdir", "-p", str(path))
-    host.run("mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(path))
+    host.run("mount", "-t", "tmpfs", "-o", f"size={SMALL},mode=0700", "tmpfs", str(path))
 
 
 def fill(host: Host, path: Path) -> None:

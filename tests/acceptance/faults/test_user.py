@@ -181,8 +181,14 @@ def test_clear_while_running(live: BedLive) -> None:
     """Cleared while it works on the hosts, train runs again, with a training that takes the place of the old."""
     run, release = held(live, "train", "status")
     with run.row("clear train while it is running", "it runs again, and trains") as row:
+        first = run.task("train")["try_number"]
         run.clear("train")
         release()
+        # Until then it may be the first try's chief that one sees.
+        until(
+            lambda: run.task("train")["try_number"] > first and run.state("train") == "deferred",
+            what="train runs again",
+        )
         training = run.until_training()
         run.goes_on(training)
         row.seen = "it trained"
