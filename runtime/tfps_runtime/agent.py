@@ -55,10 +55,10 @@ from tfps_runtime.reserve import (
     hold_ports,
     own_checkpoint_dir,
     refusal,
-    write_file,
 )
 from tfps_runtime.scripts import LogScanner, result_of
 from tfps_runtime.tails import Acknowledged, LogFile, ProgressFile
+from tfps_runtime.whole import write_whole
 
 QUIET_SECS, BUSY_SECS, STARTING_SECS = 1.0, 0.1, 0.03
 """How long the loop sleeps when nothing comes: without TF tasks, with some, while one is starting."""
@@ -154,7 +154,7 @@ class Agent:
             "reservation": self.reservation.to_json(),
             "uses": sorted({runtime_location(), *uses}),
         }
-        write_file(self.paths.spec, dump(record) + "\n")
+        write_whole(self.paths.spec, dump(record) + "\n")
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -336,7 +336,7 @@ class Agent:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._result_path(task))
             if given.context is not None:
-                write_file(self.paths.context(task), given.context.dumps() + "\n")
+                write_whole(self.paths.context(task), given.context.dumps() + "\n")
             pid = self.processes.launch(given.launch, warm=given.warm, argv=given.argv)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             with contextlib.suppress(OSError), open(given.launch.log, "a", encoding="utf-8") as log:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from tfps_runtime.protocol import Message, ProtocolError, RefusedError, digest, dump, load
+from tfps_runtime.whole import clear_parts, write_whole
 
 CURRENT = "current"
 HISTORY = "history.jsonl"
@@ -39,6 +40,7 @@ PENDING = ".pending.json"
 LOCK = ".lock"
 STAGING = ".staging-"
 WITHDRAWN = ".withdrawn-"
+REMOVED = ".removed-"
 EXTRA = "assets.extra"
 """TensorFlow's own name for what a SavedModel may carry beside itself."""
 RECORD = "tfps.json"
@@ -256,6 +258,7 @@ class ModelDirectory:
                         ) from None
                     time.sleep(0.02)
             self._complete()
+            self._clear()
             yield
         finally:
             os.close(fd)
@@ -305,10 +308,10 @@ class ModelDirectory:
             left = entry.get("former")
             if entry.get("withdraw") and left is not None and os.path.isdir(self.version_path(left)):
                 os.rename(self.version_path(left), os.path.join(self.path, f"{WITHDRAWN}{left}"))
-        os.unlink(path)
-        self._sync()
         if staging is not None:
             shutil.rmtree(os.path.join(self.path, str(staging)), ignore_errors=True)
+        os.unlink(path)  # last: until then it says what else there is to do
+        self._sync()
 
     def _switch(self, version: int) -> None:
         """One rename: a reader sees the former version or this one."""
@@ -320,7 +323,7 @@ class ModelDirectory:
         self._sync()
 
     def _write(self, name: str, text: str) -> None:
-        write_whole(os.path.join(self.path, name), text)
+        write_whole(os.path.join(self.path, name), text, mode=0o666, is_durable=True)
         self._sync()
 
     def _sync(self) -> None:
@@ -343,14 +346,19 @@ class ModelDirectory:
         excess = len(self.versions) - max(keep, 2)
         removed = spare[: max(excess, 0)]
         for version in removed:
-            hidden = os.path.join(self.path, f".removed-{version}")
+            hidden = os.path.join(self.path, f"{REMOVED}{version}")
             os.rename(self.version_path(version), hidden)
+        self._clear()
+        return removed
+
+    def _clear(self) -> None:
+        """Remove what is nobody's any more: parts of files, versions that are gone, exports that were given up."""
+        clear_parts(self.path)
         for name in os.listdir(self.path):
             path = os.path.join(self.path, name)
             is_stale = name.startswith(STAGING) and _age(path) > STALE_SECS
-            if is_stale or name.startswith(".removed-"):
+            if is_stale or name.startswith(REMOVED):
                 shutil.rmtree(path, ignore_errors=True)
-        return removed
 
 
 def _age(path: str) -> float:
@@ -358,21 +366,6 @@ def _age(path: str) -> float:
         return time.time() - os.stat(path).st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def write_whole(path: str, text: str) -> None:
-    """Write a file that appears whole or not at all, and outlives a crash of the machine."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 # --- deciding ---------------------------------------------------------------------------------------------------------
@@ -398,7 +391,8 @@ def promote(request: PromoteRequest, *, lock_secs: float = LOCK_SECS) -> dict[st
         staging = directory.staging(request.staging or request.id)
         if record.get("id") == request.id:
             shutil.rmtree(staging, ignore_errors=True)
-            return _answer(directory, record, is_promoted=True)
+            removed = directory.prune(request.keep)
+            return {**_answer(directory, record, is_promoted=True), "removed": removed}
         if request.may_recall and not os.path.exists(os.path.join(staging, COMPARED)):
             compared = Compared(current, record.get("metrics") or {}, RECALLED if record else "")
         else:
@@ -430,7 +424,8 @@ def promote(request: PromoteRequest, *, lock_secs: float = LOCK_SECS) -> dict[st
             raise RefusedError("not_found", f"there is no exported model in {exported}")
         entry["version"] = directory.next_version()
         os.makedirs(os.path.join(exported, EXTRA), exist_ok=True)
-        write_whole(os.path.join(exported, EXTRA, RECORD), dump(entry) + "\n")
+        record_path = os.path.join(exported, EXTRA, RECORD)
+        write_whole(record_path, dump(entry) + "\n", mode=0o666, is_durable=True)
         directory.carry_out({**entry, "staging": os.path.basename(staging)})
         removed = directory.prune(request.keep)
         return {**_answer(directory, entry, is_promoted=True), "removed": removed}
@@ -573,7 +568,8 @@ def note_metrics(request: dict[str, Any]) -> dict[str, Any]:
     path = metrics_path(prefix)
     found = dict(request["evaluation"])
     try:
-        write_whole(path, json.dumps(found, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        text = json.dumps(found, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        write_whole(path, text, mode=0o666, is_durable=True)
     except FileNotFoundError:
         raise RefusedError(
             "not_found", f"{os.path.dirname(path)}: the checkpoint's directory is gone"

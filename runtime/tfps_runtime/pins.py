@@ -27,6 +27,7 @@ from typing import Any, Optional
 from tfps_runtime.checkpoint import Checkpoint, complete_checkpoints, write_state
 from tfps_runtime.message import Message, ProtocolError, load
 from tfps_runtime.protocol import RefusedError, digest
+from tfps_runtime.whole import write_whole
 
 PIN_FILE = "pin.json"
 PINS_SUFFIX = ".pins"
@@ -230,9 +231,6 @@ def _read(path: str) -> Optional[Pin]:
 
 def _write_pin(path: str, found: Pin, until: float) -> Pin:
     written = Pin.from_json({**found.to_json(), "until": until})
-    temporary = os.path.join(path, f".{PIN_FILE}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # released meanwhile
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(written.to_json(), file)
-        os.replace(temporary, os.path.join(path, PIN_FILE))
+        write_whole(os.path.join(path, PIN_FILE), json.dumps(written.to_json()))
     return written

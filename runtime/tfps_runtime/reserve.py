@@ -31,6 +31,7 @@ from tfps_runtime.protocol import (
     machine_path,
     run_dir,
 )
+from tfps_runtime.whole import write_new, write_whole
 
 _LOCK_PATH = re.compile(re.escape(run_dir(0))[:-1] + r"[0-9]+/[0-9a-f]{12}\.lock\Z")
 MAX_USED_MIB = 300
@@ -61,21 +62,6 @@ def check_run_dir() -> None:
         raise RefusedError("workdir", f"{path} is not a directory of this user; remove it and try again")
     if stat.S_IMODE(found.st_mode) != 0o700:
         os.chmod(path, 0o700)
-
-
-def write_file(path: str, text: str) -> None:
-    """Write a small file that appears whole or not at all, readable by its owner only."""
-    temporary = (
-        f"{path}.{os.urandom(4).hex()}.tmp"  # others may write to a checkpoint directory: no name to guess
-    )
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(text.encode())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def refusal(error: OSError, what: str) -> RefusedError:
@@ -369,7 +355,7 @@ def read_owner(directory: str) -> Optional[Owner]:
 
 
 def write_owner(directory: str, owner: Owner) -> None:
-    write_file(os.path.join(directory, OWNER_FILE), owner.dumps() + "\n")
+    write_whole(os.path.join(directory, OWNER_FILE), owner.dumps() + "\n")
 
 
 def machine() -> str:
@@ -379,13 +365,8 @@ def machine() -> str:
         with contextlib.suppress(FileNotFoundError), open(path, encoding="ascii") as file:
             return file.read(64)
         ensure_run_dir()
-        candidate = f"{path}.{os.getpid()}"
-        write_file(candidate, os.urandom(16).hex())
-        try:
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                os.link(candidate, path)
-        finally:
-            os.unlink(candidate)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            write_new(path, os.urandom(16).hex())
 
 
 def _may_write(owner: Owner, training: TrainingId) -> bool:

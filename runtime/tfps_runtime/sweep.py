@@ -38,6 +38,7 @@ from tfps_runtime.protocol import (
 )
 from tfps_runtime.recall import read_spec
 from tfps_runtime.reserve import Lock, check_run_dir, clear_lock, is_held, living
+from tfps_runtime.whole import clear_parts
 
 MAX_TOLD = 1000
 """Removed things that an answer lists; it counts all of them."""
@@ -136,6 +137,8 @@ class _Sweep:
 
     def locks(self) -> None:
         """Locks and sockets of dead agents. A GPU's lock file stays: it belongs to the GPU, not to a training."""
+        if not self.request.dry_run:
+            clear_parts(run_dir())
         with contextlib.suppress(FileNotFoundError):
             names = sorted(os.listdir(run_dir()))
             stems: dict[str, list[str]] = {}

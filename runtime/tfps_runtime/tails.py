@@ -10,7 +10,7 @@ import os
 from typing import Any, Optional
 
 from tfps_runtime.protocol import Progress, ProtocolError, dump, load
-from tfps_runtime.reserve import write_file
+from tfps_runtime.whole import write_whole
 
 ROTATE_BYTES = 64 * 1024 * 1024
 CHUNK = 64 * 1024
@@ -60,7 +60,7 @@ class LogFile:
         os.replace(temporary, self.path + ".1")
         self._base += copied
         with contextlib.suppress(OSError):
-            write_file(self._base_path, str(self._base))
+            write_whole(self._base_path, str(self._base))
         return True
 
     def read_lines(self, offset: int, *, is_complete: bool = False) -> tuple[int, list[str]]:
@@ -177,4 +177,4 @@ class Acknowledged:
     def put(self, task: str, offset: int) -> None:
         if offset > self.get(task):
             self._offsets[task] = offset
-            write_file(self._path, dump(self._offsets))
+            write_whole(self._path, dump(self._offsets))

@@ -9,12 +9,12 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ from airflow.sdk.exceptions import (
     AirflowSkipException,
     TaskDeferred,
 )
-from tfps_runtime.models import Compared, ModelDirectory
-from tfps_runtime.protocol import Paths, TrainingId
+from tfps_runtime.models import Compared, ModelDirectory, PromoteRequest, RollbackRequest, promote, rollback
+from tfps_runtime.protocol import Paths, RefusedError, TrainingId
 from tfps_runtime.reserve import is_held
 
 from airflow_tfps.handle import Handle
@@ -154,32 +154,77 @@ def test_promotions_at_once_do_not_interleave(tmp_path):
     assert [e["former"] for e in directory.history] == [None, *range(1, 8)]
 
 
-def test_killed_at_any_time_it_leaves_the_former_or_the_new_model(tmp_path):
-    """`kill -9` at ever later moments of a promotion: `current` is whole throughout, and a retry has the same outcome."""
+KILLED = """
+import os, signal, sys
+from tfps_runtime.message import load
+from tfps_runtime.models import promote_command
+
+CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"}
+left = 0
+
+
+def note(event, arguments):
+    global left
+    if event in CHANGES or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        sys.addaudithook(note)
+        promote_command(load(line))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    left += 1
+"""
+"""Promotes in processes that are killed just before they change the file system for the first, second, … time."""
+
+
+def test_killed_before_any_of_its_changes_it_leaves_the_former_or_the_new_model(tmp_path):
+    """`current` is whole throughout, whoever comes next clears what was left, and a retry has the same outcome."""
     directory = ModelDirectory(str(tmp_path / "m"))
-    export(directory, "0")
-    assert answer(begin("promote", promotion(directory, "0", 0.5)))["version"] == 1
-    began = time.monotonic()
-    export(directory, "1", Compared(1))
-    answer(begin("promote", promotion(directory, "1", 0.5)))
-    secs = time.monotonic() - began
-    killed = 0
-    with Reader(directory) as reader:
-        for number in range(2, 12):
-            export(directory, str(number), Compared(number))
-            request = promotion(directory, str(number), 0.5, keep=99)
-            process = begin("promote", request)
-            time.sleep(secs * (0.3 + 0.7 * number / 11))  # the moment of the kill
-            process.kill()
-            killed += process.wait() == -signal.SIGKILL
-            found = answer(begin("promote", request))
-            assert (found["promoted"], found["version"]) == (True, number + 1), found
-    assert killed > 0
+    for number in range(2):
+        export(directory, str(number), Compared(number or None))
+        promote(PromoteRequest.from_json(promotion(directory, str(number), 0.5)))
+    was_killed, last, leftovers = True, 1, set()
+    mortals = subprocess.Popen(
+        [sys.executable, "-S", "-c", KILLED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=RUNTIME,
+    )  # fmt: skip
+    with mortals, Reader(directory) as reader:
+        while was_killed:
+            last += 1
+            export(directory, str(last), Compared(last))
+            request = promotion(directory, str(last), 0.5, keep=2)
+            mortals.stdin.write(json.dumps(request) + "\n")
+            mortals.stdin.flush()
+            code = int(mortals.stdout.readline())
+            assert code in (0, -signal.SIGKILL)
+            was_killed = code != 0
+            leftovers |= left_in(directory)
+            with pytest.raises(RefusedError, match="not a version 999"):  # an operation that changes nothing
+                rollback(RollbackRequest(directory.path, "another", to=999))
+            assert {name for name in left_in(directory) if not name.startswith(".staging-")} == set()
+            found = promote(PromoteRequest.from_json(request))
+            assert (found["promoted"], found["version"]) == (True, last + 1), found
+            assert left_in(directory) == set()
+            assert list(Path(directory.path).rglob("*.tmp")) == []
+            assert directory.versions == [last, last + 1]
+    for kind in ("pending.json", "pending.json.[0-9a-f]{8}.tmp", "current.tmp", "staging-.*", "removed-.*"):
+        assert any(re.fullmatch(rf"\.{kind}", name) for name in leftovers), (kind, leftovers)
     assert reader.faults == []
-    assert reader.seen == [str(number) for number in range(1, 12)]
-    assert [e["version"] for e in directory.history] == list(range(1, 13))
-    left = {p.name for p in Path(directory.path).iterdir()} - {str(v) for v in directory.versions}
-    assert left == {".lock", "current", "history.jsonl"}
+    assert reader.seen == sorted(reader.seen, key=int)
+    assert len(reader.seen) > 1
+    assert [e["version"] for e in directory.history] == list(range(1, last + 2))
+
+
+def left_in(directory: ModelDirectory) -> set[str]:
+    """Names in a model directory beside what belongs there."""
+    belongs = {".lock", "current", "history.jsonl", *map(str, directory.versions)}
+    return set(os.listdir(directory.path)) - belongs
 
 
 # --- operators ----------------------------------------------------------------------------------------------------

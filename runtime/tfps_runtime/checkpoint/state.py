@@ -44,12 +44,10 @@ def read_state(directory: str) -> tuple[Optional[str], list[str]]:
 
 
 def write_state(directory: str, name: str) -> None:
-    """Write a state file that names one checkpoint of `directory`, relative to it; appears by rename."""
+    """Write a state file that names one checkpoint of `directory`, relative to it, where nobody reads yet."""
     text = "".join(_escape(byte) for byte in os.fsencode(name))
-    temporary = os.path.join(directory, f".{STATE_FILE}.{os.getpid()}")
-    with open(temporary, "w", encoding="ascii") as file:
+    with open(os.path.join(directory, STATE_FILE), "w", encoding="ascii") as file:
         file.write(f'model_checkpoint_path: "{text}"\nall_model_checkpoint_paths: "{text}"\n')
-    os.replace(temporary, os.path.join(directory, STATE_FILE))
 
 
 def _escape(byte: int) -> str:

@@ -36,11 +36,11 @@ from tfps_runtime.models import (
     decide,
     hold_checkpoint,
     value_of,
-    write_whole,
 )
 from tfps_runtime.protocol import ProtocolError, Result, dump, load
 from tfps_runtime.training import configure_logging, evaluate, export
 from tfps_runtime.training.model import ProgramError
+from tfps_runtime.whole import write_whole
 
 _log = logging.getLogger("tfps")
 
@@ -115,7 +115,7 @@ def _export(given: argparse.Namespace, job: dict[str, Any], checkpoint: str) -> 
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     compared = _compare(directory, given.inputs)
-    write_whole(str(staging / COMPARED), compared.dumps() + "\n")
+    write_whole(str(staging / COMPARED), compared.dumps() + "\n", mode=0o666)
     current = compared.metrics.get(rule.metric)
     if compared.version is not None and directory.record(compared.version).get("id") == given.id:
         _log.info("version %d is this very model", compared.version)
@@ -149,7 +149,7 @@ def _add_recipe(extra: Path, given: argparse.Namespace, job: dict[str, Any], che
         "program": f"program/{given.entry or source.name}",
         "checkpoint": f"checkpoint/{os.path.basename(held)}",
     }
-    write_whole(str(extra / RECIPE), dump(recipe) + "\n")
+    write_whole(str(extra / RECIPE), dump(recipe) + "\n", mode=0o666, is_durable=True)
 
 
 def _compare(directory: ModelDirectory, inputs: dict[str, str]) -> Compared:

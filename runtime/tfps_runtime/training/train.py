@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import random
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +37,7 @@ from tfps_runtime.training.stopping import StopRequest, StopRequestedError
 from tfps_runtime.training.summaries import Summaries
 from tfps_runtime.training.sync import SyncChief, SyncMember
 from tfps_runtime.training.towers import build_towers
+from tfps_runtime.whole import write_whole
 
 _log = logging.getLogger("tfps")
 
@@ -83,7 +82,7 @@ def run(context: TaskContext) -> int:
         _log.info("%s stopped as asked", cluster.task)
         return EXIT_TRY_AGAIN
     if result is not None:
-        _write(context.result_path, result)
+        write_whole(context.result_path, result.dumps() + "\n")
     return 0
 
 
@@ -264,13 +263,6 @@ def _result(context: TaskContext, program: Program, checkpoints: Checkpoints) ->
 def _evaluate(context: TaskContext, program: Program, checkpoint: str) -> dict[str, float]:
     seed = context.seed or 0
     return evaluate(program, checkpoint, context.hparams, context.inputs, session=context.session, seed=seed)
-
-
-def _write(path: str, result: Result) -> None:
-    temporary = Path(f"{path}.{os.getpid()}")
-    temporary.touch(0o600)
-    temporary.write_text(result.dumps() + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _nothing(session: Any) -> None:
