@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
@@ -78,6 +77,7 @@ class CheckpointEventTrigger(BaseEventTrigger):
         self.poll_secs = poll_secs
         self._told: dict[str, Any] | None = None
         """As `_seen`, and what was told since."""
+        self._keeping: set[asyncio.Task[None]] = set()
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return "airflow_tfps.asset_triggers.CheckpointEventTrigger", {
@@ -96,6 +96,15 @@ class CheckpointEventTrigger(BaseEventTrigger):
         return f"asset/{self.host}/{self.directory}"
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
+        try:
+            async with contextlib.aclosing(self._endless()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            for task in self._keeping:
+                task.cancel()
+
+    async def _endless(self) -> AsyncGenerator[TriggerEvent]:
         failures, said = 0, ""
         while True:
             events = self._events()
@@ -116,7 +125,7 @@ class CheckpointEventTrigger(BaseEventTrigger):
         from airflow_tfps.watch import is_object_storage, watch
 
         spec = None if is_object_storage(self.directory) else await asyncio.to_thread(self._spec)
-        seen = self._told = self._told or await self._seen()
+        seen = self._told = self._told or await self._seen(spec)
         found = watch(
             spec,
             self.directory,
@@ -127,20 +136,15 @@ class CheckpointEventTrigger(BaseEventTrigger):
             pin=self.owner if self.pin and spec is not None else None,
             poll_secs=self.poll_secs,
         )
-        later: set[asyncio.Task[None]] = set()
-        try:
-            async with contextlib.aclosing(found):
-                async for one in found:
-                    payload = {**one, "host": None if spec is None else self.host}
-                    yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
-                    seen["global_step"] = max(seen["global_step"], one["global_step"])
-                    seen["time"] = max(seen["time"], one["time"])
-                    task = asyncio.create_task(self._keep_later(dict(seen)))
-                    later.add(task)
-                    task.add_done_callback(later.discard)
-        finally:
-            for task in later:
-                task.cancel()
+        async with contextlib.aclosing(found):
+            async for one in found:
+                payload = {**one, "host": None if spec is None else self.host}
+                yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
+                seen["global_step"] = max(seen["global_step"], one["global_step"])
+                seen["time"] = max(seen["time"], one["time"])
+                task = asyncio.create_task(self._keep_later(dict(seen)))
+                self._keeping.add(task)
+                task.add_done_callback(self._keeping.discard)
 
     def _spec(self) -> HostSpec:
         from airflow_tfps.inventory import Inventory
@@ -150,8 +154,13 @@ class CheckpointEventTrigger(BaseEventTrigger):
             raise SpecError("CheckpointEventTrigger", [f"host: {self.host} is not in the inventory"])
         return inventory[self.host]
 
-    async def _seen(self) -> dict[str, Any]:
-        """The highest global step told, the youngest time, and from when on anything counts."""
+    async def _seen(self, spec: HostSpec | None) -> dict[str, Any]:
+        """The highest global step told, the youngest time, and from when on anything counts.
+
+        At the first look that is what lies there, by the host's own clock: Airflow's may be another.
+        """
+        from airflow_tfps.watch import standing
+
         kept: Any = None
         if self.asset_state_store is not None:
             kept = await self.asset_state_store.aget(self._key)
@@ -161,7 +170,8 @@ class CheckpointEventTrigger(BaseEventTrigger):
                 "time": float(kept["time"]),
                 "since": float(kept["since"]),
             }
-        seen = {"global_step": -1, "time": 0.0, "since": 0.0 if self.existing else time.time()}
+        step, time = (-1, 0.0) if self.existing else await standing(spec, self.directory)
+        seen = {"global_step": step, "time": time, "since": 0.0}
         await self._keep(seen)
         return seen
 

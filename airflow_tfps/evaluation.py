@@ -56,6 +56,8 @@ class Source:
     job: JobSpec | None = None
     blobs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     training_id: str | None = None
+    pin: Mapping[str, str] | None = None
+    """`directory` and `owner`, if the checkpoint is a pin."""
 
     @classmethod
     def read(
@@ -66,10 +68,11 @@ class Source:
         hosts: Any = None,
         host: str | None = None,
         base_dir: Path | None = None,
+        job: JobSpec | None = None,
     ) -> Source:
         """From what DAGs pass on: a handle or a result of a training, a checkpoint's prefix or what a sensor found.
 
-        Looks up Airflow connections. Raises SpecError.
+        `job` is the training's, if that does not say it. Looks up Airflow connections. Raises SpecError.
         """
         origin: Mapping[str, Any] = {}
         found: dict[str, Any] = {}
@@ -79,16 +82,15 @@ class Source:
             found = {"host": handle.chief_host, "training_id": str(handle.training)}
         elif isinstance(training, Mapping):
             origin = training.get("origin") or {}
-            found = {k: training.get(k) for k in ("checkpoint", "host", "training_id", "global_step")}
+            found = {k: training.get(k) for k in ("checkpoint", "host", "training_id", "global_step", "pin")}
         elif training is not None:
             raise SpecError("training", [f"a training's handle or result is needed, got {_show(training)}"])
         if isinstance(checkpoint, Mapping):
-            found.update(
-                {k: v for k, v in checkpoint.items() if k in ("checkpoint", "prefix", "global_step", "host")}
-            )
+            keys = ("checkpoint", "prefix", "global_step", "host")
+            found.update({k: v for k, v in checkpoint.items() if k in keys}, pin=checkpoint.get("pin"))
             found["checkpoint"] = found.get("prefix") or found.get("checkpoint")
         elif checkpoint is not None:
-            found.update(checkpoint=str(checkpoint), global_step=None)
+            found.update(checkpoint=str(checkpoint), global_step=None, pin=None)
         prefix = found.get("checkpoint")
         if not isinstance(prefix, str) or not prefix:
             raise SpecError(
@@ -98,7 +100,8 @@ class Source:
         inventory, name = _place(origin, hosts, host or found.get("host"), base_dir)
         step = found.get("global_step")
         folder = Path(origin["base_dir"]) if origin.get("base_dir") else None
-        job = JobSpec.from_dict(origin["job"], base_dir=folder) if origin.get("job") else None
+        if origin.get("job"):
+            job = JobSpec.from_dict(origin["job"], base_dir=folder)
         return cls(
             checkpoint=prefix,
             global_step=checkpoint_step(prefix) if step is None else int(step),
@@ -107,11 +110,20 @@ class Source:
             job=job,
             blobs={str(k): tuple(map(str, v)) for k, v in (origin.get("blobs") or {}).items()},
             training_id=found.get("training_id"),
+            pin=_read_pin(found.get("pin")),
         )
 
     @property
     def name(self) -> str:
         return "evaluation" if self.job is None else self.job.name
+
+
+def _read_pin(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping) and all(isinstance(value.get(k), str) for k in ("directory", "owner")):
+        return {"directory": value["directory"], "owner": value["owner"]}
+    raise SpecError("pin", ["directory and owner are needed, as CheckpointSensor gives them"])
 
 
 def _place(

@@ -44,7 +44,19 @@ async def call(
     *,
     timeout: float = COMMAND_SECS,
 ) -> dict[str, Any]:
-    """Run one command of the runtime on a host; its last answer. The runtime was brought there by a worker."""
+    """Run one command of the runtime on a host; its last answer."""
+    return (await call_for_all(transport, spec, command, request, timeout=timeout))[-1]
+
+
+async def call_for_all(
+    transport: AsyncTransport,
+    spec: HostSpec,
+    command: str,
+    request: Mapping[str, Any],
+    *,
+    timeout: float = COMMAND_SECS,
+) -> list[dict[str, Any]]:
+    """As `call`, for commands that answer with several lines; there is at least one."""
     completed = await transport.run(remote.argv(spec, command), remote.request_line(request), timeout=timeout)
     if remote.lacks_runtime(completed):
         await install(transport, spec)
@@ -54,8 +66,9 @@ async def call(
     found = remote.answers(spec.name, command, completed)
     if not found:
         raise remote.not_ready(spec.name, command, completed)
-    forms.check_answer(spec.name, command, request, found[-1])
-    return found[-1]
+    for answer in found if command == "checkpoints" else found[-1:]:
+        forms.check_answer(spec.name, command, request, answer)
+    return found
 
 
 async def install(transport: AsyncTransport, spec: HostSpec) -> None:

@@ -48,6 +48,8 @@ class Handle:
     """On the chief's host."""
     blobs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """`program`, `script` or an input's name -> its content's hash and file name."""
+    since: float | None = None
+    """With a fixed directory: when this training took it, by its host's clock (epoch). What is older is another's."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -90,7 +92,9 @@ class Handle:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; what has its default is left out."""
+        since = {} if self.since is None else {"since": self.since}
         return {
+            **since,
             "version": VERSION,
             "training": str(self.training),
             "job": self.job.to_dict(),
@@ -130,6 +134,7 @@ class Handle:
                 chief=chief,
                 checkpoint_dir=data["checkpoint_dir"],
                 blobs={str(key): tuple(map(str, blob)) for key, blob in data.get("blobs", {}).items()},
+                since=None if data.get("since") is None else float(data["since"]),
             )
         except SpecError as error:
             raise SpecError("handle", [f"it is damaged: {fault}" for fault in error.faults]) from error

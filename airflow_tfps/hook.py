@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfps_runtime.protocol import (
@@ -95,13 +96,14 @@ class ClusterHook(HostsHook):
             )
         blobs = list(deploy.blobs_of(job))
         secrets = resolve_secrets(job.secrets)
-        plan = self._plan(job, None if job.checkpoint.shared else chief_host)
+        plan, clocks = self._plan(job, None if job.checkpoint.shared else chief_host)
+        since = clocks[plan.chief.host] if job.checkpoint.dir is not None else None
         # Before anything is held: a large upload would keep GPUs idle and outlast the reservation's lease.
         paths = self._upload(plan, blobs)
         try:
             reservations = self._reserve(plan, job, training)
             job = self._resolve_steps(job, plan, reservations)
-            handle = self._handle(plan, job, training, reservations, blobs)
+            handle = replace(self._handle(plan, job, training, reservations, blobs), since=since)
             self._start(handle, paths, secrets)
             # Only now: were this worker killed before, nobody would know of what had been started by then.
             self.renew(handle, lease_secs or job.timeouts.lease_secs)
@@ -112,8 +114,11 @@ class ClusterHook(HostsHook):
             raise
         return handle
 
-    def _plan(self, job: JobSpec, chief_host: str | None) -> Plan:
-        """Plan, look at the hosts of the plan, and plan again if they have fewer GPUs than was assumed."""
+    def _plan(self, job: JobSpec, chief_host: str | None) -> tuple[Plan, dict[str, float]]:
+        """Plan, look at the hosts of the plan, and plan again if they have fewer GPUs than was assumed.
+
+        The plan, and the hosts' clocks at that look.
+        """
         plan = make_plan(job, self.inventory, chief_host=chief_host)
         gpus = {host: sum(t.gpus for t in plan.on(host)) for host in plan.hosts}
         asked = [n for n, h in self.inventory.hosts.items() if h.gpus is None] if any(gpus.values()) else []
@@ -121,10 +126,11 @@ class ClusterHook(HostsHook):
         for host, report in sorted(reports.items()):
             if report["proxies"]:
                 log.info("%s: leaving out %s for TF tasks", host, ", ".join(report["proxies"]))
+        clocks = {host: float(report["time"]) for host, report in reports.items()}
         if not asked:
-            return plan
+            return plan, clocks
         found = {h: len(reports[h]["gpus"] or ()) for h in asked}
-        return make_plan(job, self.inventory, gpus=found, chief_host=chief_host)
+        return make_plan(job, self.inventory, gpus=found, chief_host=chief_host), clocks
 
     def _reserve(self, plan: Plan, job: JobSpec, training: TrainingId) -> dict[str, dict[str, Any]]:
         log.info("%s\n%s", training, plan)

@@ -11,169 +11,51 @@ task is deferred meanwhile. Imported by DAG files: nothing heavy at import.
 from __future__ import annotations
 
 import posixpath
-import secrets
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from airflow.sdk import BaseOperator, TaskGroup
-from airflow.sdk.definitions.xcom_arg import XComArg
+from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
-from tfps_runtime.protocol import TrainingId, digest, training_key
+from tfps_runtime.protocol import digest, training_key
 
+from airflow_tfps.assessing import BEGUN_KEY, PIN_KEY, Assessing, assessment_of, job_name_of, output_of
 from airflow_tfps.assets import evaluation_asset, model_asset, tell_assets
-from airflow_tfps.errors import BusyError, CommandError, HostError, SpecError, TfpsError, TrainingFailedError
-from airflow_tfps.operators import (
-    DEFER_SLACK_SECS,
-    HANDLE_KEY,
-    QUEUE_POLL_SECS,
-    RETRIES,
-    RETRY_DELAY,
-    Following,
-    airflow_errors,
-)
-from airflow_tfps.triggers import TRAINING_XCOM, QueueTrigger, TrainingTrigger
+from airflow_tfps.errors import CommandError, SpecError, TrainingFailedError
+from airflow_tfps.operators import RETRIES, RETRY_DELAY, airflow_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
+    from pathlib import Path
 
     from airflow.sdk import Context
+    from tfps_runtime.protocol import TrainingId
 
-    from airflow_tfps.evaluation import Assessment, Source
+    from airflow_tfps.evaluation import Source
     from airflow_tfps.handle import Handle
     from airflow_tfps.hook import ClusterHook
     from airflow_tfps.spec import JobSpec
 
-START_LEASE_SECS = 120.0
-"""How long an evaluation goes on before its trigger has taken it up; so long it may outlive a kill in between."""
-BEGUN_KEY = "begun"
 COMPARISONS = 3
 """How often an export is compared anew because another promotion came first, within one try."""
 
 
-class _Assessing(Following):
-    """One TF task beside the training: begun here, followed by a trigger, ended in `finish`."""
-
-    def __init__(
-        self, *, hosts: Any, host: str | None, base_dir: str | None, gpus: int, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.hosts = hosts
-        self.host = host
-        self.base_dir = base_dir
-        self.gpus = gpus
-
-    def execute(self, context: Context) -> Any:
-        return self._begin(context, time.time(), 1)
-
-    def begin_again(self, context: Context, event: Mapping[str, Any], since: float, count: int = 1) -> Any:
-        """Resume after a look at a busy host."""
-        del event
-        return self._begin(context, since, count)
-
-    def finish(self, context: Context, event: Mapping[str, Any], count: int = 1) -> Any:
-        """Resume with the verdict: clear away, then return the result or raise."""
-        from airflow_tfps.hook import ClusterHook
-        from airflow_tfps.judge import Verdict
-
-        with airflow_errors():
-            handle, verdict = self._current(context), Verdict.from_json(event)
-            with ClusterHook(inventory=handle.inventory) as hook:
-                self._hook = hook
-                if verdict.outcome != "succeeded":
-                    report = self._report(hook, handle, verdict, self.task_id)
-                    self._give_up(hook, handle, report, transient=verdict.transient)
-                result = dict(verdict.result) or hook.result(handle)
-                try:
-                    hook.stop(handle, "it has finished")
-                except HostError as error:
-                    self.log.warning("%s; its lease ends what is left", error)
-                return self._finish(context, hook, handle, result, count)
-
-    def _source(self) -> Source:
-        """The checkpoint. Raises SpecError."""
-        raise NotImplementedError
-
-    def _job(
-        self, context: Context, hook: ClusterHook, source: Source, training: TrainingId
-    ) -> tuple[Any, Any]:
-        """The job of the TF task, and what `finish` needs to know of it. Raises SpecError."""
-        raise NotImplementedError
-
-    def _finish(
-        self, context: Context, hook: ClusterHook, handle: Handle, result: Mapping[str, Any], count: int
-    ) -> Any:
-        raise NotImplementedError
-
-    # --- steps
-
-    def _begin(self, context: Context, since: float, count: int) -> NoReturn:
-        from airflow_tfps.hook import ClusterHook
-
-        with airflow_errors():
-            source = self._source()
-            with ClusterHook(inventory=source.inventory) as hook:
-                self._hook = hook
-                training = TrainingId(self._key(context), secrets.token_hex(4))
-                hook.stop_key(training.key, "another try begins", grace_secs=0)
-                job, begun = self._job(context, hook, source, training)
-                try:
-                    handle = hook.ensure(
-                        job, training, wait=False, lease_secs=START_LEASE_SECS, chief_host=source.host
-                    )
-                except BusyError as error:
-                    self._queue(error, job, since, count)
-                store = context["task_state_store"]
-                store.set(HANDLE_KEY, handle.to_json())
-                store.set(BEGUN_KEY, begun)
-                context["ti"].xcom_push(TRAINING_XCOM, str(training))
-                try:
-                    hook.launch(handle)
-                except TfpsError as error:
-                    self._give_up(hook, handle, str(error), transient=error.transient)
-                self.log.info("%s: started %s", training, handle.of(handle.chief).label)
-        self.defer(
-            trigger=TrainingTrigger(handle=handle.to_json()),
-            method_name="finish",
-            kwargs={"count": count},
-            timeout=None,
-        )
-
-    def _queue(self, error: BusyError, job: JobSpec, since: float, count: int) -> NoReturn:
-        if time.time() - since > job.timeouts.queue_secs:
-            raise BusyError(f"still busy after {job.timeouts.queue_secs:.0f} s: {error}") from error
-        self.log.info("%s; looking again in %.0f s", error, QUEUE_POLL_SECS)
-        self.defer(
-            trigger=QueueTrigger(secs=QUEUE_POLL_SECS),
-            method_name="begin_again",
-            kwargs={"since": since, "count": count},
-            timeout=timedelta(seconds=QUEUE_POLL_SECS + DEFER_SLACK_SECS),
-        )
-
-    def _key(self, context: Context) -> str:
-        """DAG, run, task and map index: no training's, for no group has the id of a task."""
-        ti = context["ti"]
-        return training_key(
-            ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1
-        )
-
-    def _current(self, context: Context) -> Handle:
-        from airflow_tfps.handle import Handle
-
-        return Handle.from_json(context["task_state_store"].get(HANDLE_KEY))
-
-
-class EvaluateOperator(_Assessing):
+class EvaluateOperator(Assessing):
     """Evaluate a checkpoint on its host, beside the training and never in its cluster; deferred meanwhile.
 
-    Returns `{"metrics", "global_step", "checkpoint", "host", "training_id", "metrics_path", "origin"}`. The metrics are
-    also in `<checkpoint>.metrics.json` on the host and in an event of the asset `tfps://evaluation/NAME`. Program,
-    hparams and inputs are the training's unless given here. Stopped like `train` when the task is killed, failed or
-    cleared.
+    Returns `{"metrics", "global_step", "checkpoint", "host", "training_id", "metrics_path", "pin", "origin"}`. The
+    metrics are also in `<checkpoint>.metrics.json` on the host and in an event of the asset `tfps://evaluation/NAME`.
+    Program, hparams and inputs are the training's unless given here. Stopped like `train` when the task is killed,
+    failed or cleared.
+
+    A pinned checkpoint is evaluated from its pin. That is released after a successful evaluation, unless another
+    evaluation or promotion of the DAG comes after this one, or beside it after the same task; then the result has the
+    `pin`. It stays when the evaluation fails. If it has been released before, the task is skipped.
 
     Args:
         training: A TrainingTaskGroup, a TrainOperator, their `.output`, or a handle together with `checkpoint`.
         checkpoint: Instead of the training's last one: a prefix, or what CheckpointSensor found.
+        job: The training's job, if `training` does not say it: a file, relative to the DAG file, or a mapping.
         inputs: Over the training's, name by name.
         program: Instead of the training's: a file with `model_fn` and `input_fn`, relative to the DAG file.
         script: A Python file of your own instead, relative to the DAG file. It finds the checkpoint's prefix as
@@ -182,10 +64,8 @@ class EvaluateOperator(_Assessing):
         command: Any program on the host instead, as a list of arguments; otherwise as `script`.
         args: Arguments of `script`.
         files: Modules and folders that `script` needs.
-        gpus: GPUs of the process.
-        hosts: Inventory that holds the host, if `training` does not say it.
-        host: Name of the host in it.
         job_name: Names the asset; default: the training's job.
+        **kwargs: `gpus`, `hosts`, `host`, `base_dir` and `release_pin`, see `Assessing`.
     """
 
     template_fields: Sequence[str] = (
@@ -207,35 +87,23 @@ class EvaluateOperator(_Assessing):
         *,
         training: Any = None,
         checkpoint: Any = None,
+        job: str | Path | Mapping[str, Any] | JobSpec | None = None,
         inputs: Mapping[str, Any] | None = None,
         program: str | None = None,
         script: str | None = None,
         command: Sequence[Any] | None = None,
         args: Sequence[Any] = (),
         files: Sequence[str] = (),
-        gpus: int = 0,
-        hosts: Any = None,
-        host: str | None = None,
-        base_dir: str | None = None,
         job_name: str | None = None,
-        retries: int = RETRIES,
-        retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
-        name = job_name or _job_name(training)
+        name = job_name or job_name_of(training)
         if name is not None:
             kwargs.setdefault("outlets", [evaluation_asset(name)])
-        super().__init__(
-            hosts=hosts,
-            host=host,
-            base_dir=base_dir,
-            gpus=gpus,
-            retries=retries,
-            retry_delay=retry_delay,
-            **kwargs,
-        )
-        self.training = _output(training)
-        self.checkpoint = _output(checkpoint)
+        super().__init__(**kwargs)
+        self.training = output_of(training)
+        self.checkpoint = output_of(checkpoint)
+        self.job = job
         self.inputs = inputs
         self.program = program
         self.script = script
@@ -246,17 +114,20 @@ class EvaluateOperator(_Assessing):
 
     def _source(self) -> Source:
         from airflow_tfps.evaluation import Source
+        from airflow_tfps.spec import JobSpec
         from airflow_tfps.spec_files import folder_of
 
+        folder = folder_of(self)
+        job = None if self.job is None else JobSpec.load(self.job, base_dir=folder)
         return Source.read(
-            self.training, self.checkpoint, hosts=self.hosts, host=self.host, base_dir=folder_of(self)
+            self.training, self.checkpoint, hosts=self.hosts, host=self.host, base_dir=folder, job=job
         )
 
     def _job(
         self, context: Context, hook: ClusterHook, source: Source, training: TrainingId
-    ) -> tuple[Any, Any]:
+    ) -> tuple[JobSpec, Any]:
         del context, training
-        assessment = _assessment(self, hook, source, self.inputs, self.program)
+        assessment = assessment_of(self, hook, source, self.inputs, self.program)
         given = [name for name in ("program", "script", "command") if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(self.task_id, [f"{given[1]}: not beside {given[0]}"])
@@ -286,7 +157,7 @@ class EvaluateOperator(_Assessing):
                 transient=False,
             )
         host = handle.chief_host
-        found = {
+        found: dict[str, Any] = {
             "metrics": metrics,
             "global_step": begun["global_step"],
             "checkpoint": begun["checkpoint"],
@@ -302,14 +173,22 @@ class EvaluateOperator(_Assessing):
             "time": time.time(),
         }
         noted["inputs"] = dict(begun["origin"].get("job", {}).get("inputs", {}))
-        answer = hook.call(host, "note", {"checkpoint": begun["checkpoint"], "evaluation": noted})
-        found.update(metrics_path=answer["path"], origin=begun["origin"])
+        pin: Any = context["task_state_store"].get(PIN_KEY)
+        beside = begun["checkpoint"]
+        if pin and self._releases():  # what lies in the pin goes with it
+            beside, pin = posixpath.join(pin["directory"], posixpath.basename(beside)), None
+        answer = hook.call(host, "note", {"checkpoint": beside, "evaluation": noted})
+        found.update(
+            metrics_path=answer["path"],
+            pin={key: pin[key] for key in ("directory", "owner")} if pin else None,
+            origin=begun["origin"],
+        )
         self.log.info("%s: %s", begun["checkpoint"], ", ".join(f"{k} {v:.6g}" for k, v in metrics.items()))
         tell_assets(self, context, found)
         return found
 
 
-class PromoteOperator(_Assessing):
+class PromoteOperator(Assessing):
     """Make a checkpoint the current model of a model directory if it is good enough; else skip, saying why.
 
     Returns `{"version", "path", "former", "metric", "value", "former_value", "reason", "metrics", "checkpoint",
@@ -334,10 +213,8 @@ class PromoteOperator(_Assessing):
         command: For a training that is no harness program: a program on the host that writes a SavedModel to
             `{inputs.export_dir}`, of the checkpoint `{inputs.checkpoint}`. The current model is not evaluated again;
             its metrics are those of its promotion.
-        gpus: GPUs of the process.
-        hosts: Inventory that holds the host, if `evaluation` does not say it.
-        host: Name of the host in it.
         name: Names the asset; default: the training's job, else the last part of `model_dir`.
+        **kwargs: `gpus`, `hosts`, `host`, `base_dir` and `release_pin`, see `Assessing`.
     """
 
     template_fields: Sequence[str] = (
@@ -368,28 +245,14 @@ class PromoteOperator(_Assessing):
         keep: int = 5,
         on_promotion: Callable[[dict[str, Any]], object] | None = None,
         command: Sequence[Any] | None = None,
-        gpus: int = 0,
-        hosts: Any = None,
-        host: str | None = None,
-        base_dir: str | None = None,
         name: str | None = None,
-        retries: int = RETRIES,
-        retry_delay: timedelta | float = RETRY_DELAY,
         **kwargs: Any,
     ) -> None:
-        name = name or _job_name(evaluation) or _last_part(model_dir)
+        name = name or job_name_of(evaluation) or _last_part(model_dir)
         if name is not None:
             kwargs.setdefault("outlets", [model_asset(name)])
-        super().__init__(
-            hosts=hosts,
-            host=host,
-            base_dir=base_dir,
-            gpus=gpus,
-            retries=retries,
-            retry_delay=retry_delay,
-            **kwargs,
-        )
-        self.evaluation = _output(evaluation)
+        super().__init__(**kwargs)
+        self.evaluation = output_of(evaluation)
         self.metric = metric
         self.model_dir = model_dir
         self.compare = compare
@@ -440,12 +303,12 @@ class PromoteOperator(_Assessing):
 
     def _job(
         self, context: Context, hook: ClusterHook, source: Source, training: TrainingId
-    ) -> tuple[Any, Any]:
+    ) -> tuple[JobSpec, Any]:
         from airflow_tfps.evaluation import provenance
 
         rule, id_ = self._rule(), f"{training.key}@{source.checkpoint}"
         staging = str(training)
-        assessment = _assessment(self, hook, source, None, None)
+        assessment = assessment_of(self, hook, source, None, None)
         if self.command is not None:
             folder = posixpath.join(self.model_dir, f".staging-{digest(staging)}", "model")
             job, origin = assessment.own_job(
@@ -491,7 +354,8 @@ class PromoteOperator(_Assessing):
             if error.code != "model_changed" or count >= COMPARISONS:
                 raise
             self.log.info("%s; comparing anew", error)
-            self._begin(context, time.time(), count + 1)
+            again: dict[str, Any] = self._begin(context, time.time(), count + 1)
+            return again
         if not answer["promoted"]:
             self.log.info("not promoted: %s", answer["reason"])  # Airflow shows no reason of a skip
             raise AirflowSkipException(f"not promoted: {answer['reason']}")
@@ -579,34 +443,6 @@ class RollbackOperator(BaseOperator):
             "host": host,
             "model_dir": posixpath.dirname(str(answer["path"])),
         }
-
-
-def _assessment(
-    operator: _Assessing,
-    hook: ClusterHook,
-    source: Source,
-    inputs: Mapping[str, Any] | None,
-    program: str | None,
-) -> Assessment:
-    from airflow_tfps.evaluation import Assessment
-    from airflow_tfps.spec_files import folder_of
-
-    return Assessment(
-        hook, source, inputs=inputs, program=program, gpus=operator.gpus, base_dir=folder_of(operator)
-    )
-
-
-def _output(value: Any) -> Any:
-    """A group's or an operator's result; anything else as it is."""
-    return value.output if isinstance(value, (TaskGroup, BaseOperator)) else value  # type: ignore[union-attr]
-
-
-def _job_name(value: Any) -> str | None:
-    """The name of the job that a group, an operator or an operator's result is about, if that is known by now."""
-    if isinstance(value, XComArg):
-        value = getattr(value, "operator", None)
-    name = getattr(value, "job_name", None)
-    return name if isinstance(name, str) else None
 
 
 def _last_part(path: str) -> str | None:

@@ -39,8 +39,8 @@ QUEUE_POLL_SECS = 10.0
 DEFER_SLACK_SECS = 60.0
 """A trigger keeps its own deadline and says what is missing; Airflow's time-out is the backstop after it."""
 
-UNHEARD_LEASE_SECS = 120.0
-"""How long a training goes on that nobody will tear down, until its trigger is heard for the first time."""
+UNHEARD_LEASE_SECS = 60.0
+"""How long something goes on that nobody will tear down, until its trigger is heard for the first time."""
 
 TRAIN_IS_COMING = frozenset(
     {"scheduled", "queued", "running", "deferred", "up_for_retry", "up_for_reschedule"}
@@ -340,6 +340,8 @@ class TrainOperator(Following):
                         handle = self._replace(context, hook, handle, statuses)
                     except BusyError as error:
                         queue(self, "train_again", error, handle.job, since)
+                elif self._is_alone(context):
+                    hook.renew(handle, UNHEARD_LEASE_SECS)  # see `_launch`
                 context["ti"].xcom_push(TRAINING_XCOM, str(handle.training))
                 try:
                     hook.wait_ready(handle, timeout=0)
@@ -417,7 +419,9 @@ class TrainOperator(Following):
         return fresh
 
     def _is_alone(self, context: Context) -> bool:
-        """Whether no teardown will come after this task: a failed task was cleared, and nothing else."""
+        """Whether no teardown will come after this task: there is none, or a failed task was cleared, and only that."""
+        if follower(TeardownClusterOperator, self) is None:
+            return True
         return task_state(TeardownClusterOperator, self, context) in TRAIN_IS_OVER
 
     def _launch(self, context: Context, hook: ClusterHook, handle: Handle) -> NoReturn:
@@ -517,21 +521,24 @@ def task_state(kind: type[BaseOperator], operator: BaseOperator, context: Contex
     None when it is cleared, has not been scheduled yet, or is absent.
     """
     ti = context["ti"]
-    group = operator.task_group
-    found = [
-        task
-        for task in operator.get_flat_relatives(upstream=False)
-        if isinstance(task, kind) and task.task_group is group
-    ]
-    if not found:
+    task_id = follower(kind, operator)
+    if task_id is None:
         return None
-    task_id = found[0].task_id
     is_mapped = ti.map_index is not None and ti.map_index >= 0
     index = ti.map_index if is_mapped else None
     states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id], map_index=index)
     name = f"{task_id}_{index}" if is_mapped else task_id
     state: str | None = (states or {}).get(ti.run_id, {}).get(name)
     return state
+
+
+def follower(kind: type[BaseOperator], operator: BaseOperator) -> str | None:
+    """Id of the first task of a kind downstream of `operator` in its group."""
+    group = operator.task_group
+    for task in operator.get_flat_relatives(upstream=False):
+        if isinstance(task, kind) and task.task_group is group:
+            return task.task_id
+    return None
 
 
 def is_alive(statuses: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -5,13 +5,19 @@ Imported by DAG files: nothing heavy at import.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from airflow.sdk import BaseSensorOperator
-from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSensorTimeout,
+    AirflowSkipException,
+)
 
 from airflow_tfps.operators import (
     DEFER_SLACK_SECS,
@@ -148,12 +154,17 @@ class CheckpointSensor(BaseSensorOperator):
             faults.append(f"which: {self.which!r} is none of latest, every, final")
         if not 1 <= self.at_most <= AT_MOST:
             faults.append(f"at_most: from 1 to {AT_MOST}, is {self.at_most}")
-        for name in ("min_step", "newer_than"):
+        for name, kind, what in (
+            ("min_step", int, "an integer"),
+            ("newer_than", float, "a number of seconds"),
+        ):
             value = getattr(self, name)
             try:
-                float(0 if value is None else value)
-            except (TypeError, ValueError):
-                faults.append(f"{name}: a number is needed, is {value!r}")
+                is_wrong = isinstance(value, bool) or not math.isfinite(kind(0 if value is None else value))
+            except (TypeError, ValueError, OverflowError):
+                is_wrong = True
+            if is_wrong:
+                faults.append(f"{name}: {what} is needed, is {value!r}")
         with airflow_errors():
             if faults:
                 raise SpecError("CheckpointSensor", faults)
@@ -163,6 +174,8 @@ class CheckpointSensor(BaseSensorOperator):
             where = self._where()
         every = self.which == "every"
         kept = self._kept(context) if every else []
+        train_task_id, train_run = self._train_task(context)
+        newer_than = 0.0 if self.newer_than is None else float(self.newer_than)
         self.defer(
             trigger=CheckpointTrigger(
                 host=where["host"],
@@ -170,8 +183,9 @@ class CheckpointSensor(BaseSensorOperator):
                 training=where.get("training"),
                 which=self.which,
                 min_step=0 if self.min_step is None else int(self.min_step),
-                newer_than=0.0 if self.newer_than is None else float(self.newer_than),
-                train_task_id=self._train_task_id(context),
+                newer_than=max(newer_than, where.get("since") or 0.0),
+                train_task_id=train_task_id,
+                train_run=train_run,
                 deadline=deadline,
                 after=_cursor(kept),
                 pin=self._owner(context) if every else None,
@@ -218,6 +232,8 @@ class CheckpointSensor(BaseSensorOperator):
         reason = str(event.get("reason"))
         if event.get("skip") or self.soft_fail:
             return AirflowSkipException(reason)
+        if event.get("late"):
+            return AirflowSensorTimeout(reason)
         return AirflowException(reason) if event.get("transient", True) else AirflowFailException(reason)
 
     def _kept(self, context: Context) -> list[dict[str, Any]]:
@@ -254,20 +270,26 @@ class CheckpointSensor(BaseSensorOperator):
                 "host": host.to_dict(),
                 "directory": handle.checkpoint_dir,
                 "training": handle.to_json() if self.which == "final" else None,
+                "since": handle.since,
             }
         if not isinstance(self.training, Mapping) or not self.training.get("checkpoint"):
             raise SpecError("CheckpointSensor", ["training: neither a handle nor a result with a checkpoint"])
-        if self.hosts is None:
+        hosts = (self.training.get("origin") or {}).get("hosts") if self.hosts is None else self.hosts
+        if hosts is None:
             raise SpecError(
                 "CheckpointSensor", ["hosts: needed to find the host that a TrainOperator's result names"]
             )
-        inventory = Inventory.load(self.hosts, base_dir=folder_of(self))
+        inventory = Inventory.load(hosts, base_dir=folder_of(self))
         directory = self.training["checkpoint"].rpartition("/")[0]
         return {"host": _only(inventory, self.training["host"]), "directory": directory}
 
-    def _train_task_id(self, context: Context) -> str | None:
-        """The TrainOperator of the same group, or of the training in another group of this run, if there is one."""
-        from tfps_runtime.protocol import training_key
+    def _train_task(self, context: Context) -> tuple[str | None, dict[str, Any] | None]:
+        """The task that trains, and where it is, if not in this run and map index; None if nobody knows.
+
+        It is the TrainOperator of the same group, or that of the training's key: in another group, or another DAG,
+        where a TrainingTaskGroup calls it `train`.
+        """
+        from tfps_runtime.protocol import parse_key
 
         from airflow_tfps.operators import TrainOperator
 
@@ -275,18 +297,23 @@ class CheckpointSensor(BaseSensorOperator):
         if group is not None and group.group_id is not None:
             for task in group.children.values():
                 if isinstance(task, TrainOperator):
-                    return task.task_id
+                    return task.task_id, None
+        if not isinstance(self.training, Mapping):
+            return None, None
+        key = parse_key(
+            str(self.training.get("training", self.training.get("training_id"))).rpartition("#")[0]
+        )
+        if key is None:
+            return None, None
+        dag_id, run_id, group_id, index = key
+        place = {"dag_id": dag_id, "run_id": run_id, "map_index": index}
         dag = self.get_dag()
-        if dag is None or not isinstance(self.training, Mapping):
-            return None
-        ti = context["ti"]
-        key = str(self.training.get("training", self.training.get("training_id"))).rpartition("#")[0]
+        if dag is None or dag_id != context["ti"].dag_id:
+            return f"{group_id}.train", place
         for task in dag.tasks:
-            if isinstance(task, TrainOperator) and task.task_group is not None:
-                group_id = task.task_group.group_id
-                if group_id and key == training_key(ti.dag_id, ti.run_id, group_id):
-                    return task.task_id
-        return None
+            if isinstance(task, TrainOperator) and getattr(task.task_group, "group_id", None) == group_id:
+                return task.task_id, place
+        return None, None
 
 
 def _only(inventory: Inventory, host: str) -> dict[str, Any]:

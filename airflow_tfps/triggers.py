@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
+from airflow_tfps.asking import UNKNOWN_STATE, ask, state_of, task_state, xcom_request
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
@@ -119,12 +120,12 @@ class _HandleTrigger(BaseTrigger):
         where = self.task_instance
         if where is None:
             return None
-        state = await _task_state(where, where.task_id)
+        state = await task_state(where, where.task_id)
         if state == UNKNOWN_STATE:
             return None
         if state != "deferred":
             return False
-        said = await _ask(_xcom_request(where, TRAINING_XCOM))
+        said = await ask(xcom_request(where, TRAINING_XCOM))
         return getattr(said, "value", None) == training
 
 
@@ -157,7 +158,7 @@ class Notices:
     async def _write(self) -> None:
         while self._next is not None:
             value, self._next = self._next, None
-            await _ask(_xcom_request(self._where, PROGRESS_XCOM, dict(value)))
+            await ask(xcom_request(self._where, PROGRESS_XCOM, dict(value)))
 
 
 class ReadyTrigger(_HandleTrigger):
@@ -222,10 +223,28 @@ class TrainingTrigger(_HandleTrigger):
 
     One event: the `Verdict` as JSON. Meanwhile the chief's log goes to the task log, each line once over restarts of
     the triggerer, and a bounded XCom `progress` is kept up to date. A kill by the user stops the training on all hosts.
+
+    Args:
+        handle: The training's.
+        ends_training: Whether a kill by the user ends it.
+        exits_are_final: Whether exit codes 1-127 mean what the harness means by them; default: of harness programs.
+        version: Of these arguments.
     """
 
-    def __init__(self, *, handle: Mapping[str, Any], ends_training: bool = True, version: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        handle: Mapping[str, Any],
+        ends_training: bool = True,
+        exits_are_final: bool | None = None,
+        version: int = 1,
+    ) -> None:
         super().__init__(handle=handle, ends_training=ends_training, version=version)
+        self.exits_are_final = exits_are_final
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        name, arguments = super().serialize()
+        return name, {**arguments, "exits_are_final": self.exits_are_final}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from tfps_runtime.protocol import Kind
@@ -236,7 +255,7 @@ class TrainingTrigger(_HandleTrigger):
 
         began = time.monotonic()
         handle = self._handle()
-        rules = _rules(handle)
+        rules = _rules(handle, exits_are_final=self.exits_are_final)
         board = Board(handle)
         events: list[Mapping[str, Any]] = []
         verdict = None
@@ -293,58 +312,11 @@ class QueueTrigger(BaseTrigger):
         yield _event({})
 
 
-# --- asking Airflow -----------------------------------------------------------------------------------------------
-#
-# The messages between a trigger and its supervisor are internal to Airflow: all use of them is here, and a trigger goes
-# on without an answer.
-
-UNKNOWN_STATE = "unknown"
-
-
-async def _ask(message: Any) -> Any:
-    """Send one message to Airflow and return the answer; None where that cannot be done (`dag.test()`)."""
-    try:
-        from airflow.sdk.execution_time.task_runner import SUPERVISOR_COMMS
-
-        return await SUPERVISOR_COMMS.asend(message)
-    except (ImportError, AttributeError, RuntimeError, ValueError, TypeError, OSError) as error:
-        log.debug("Airflow does not answer: %s", error)
-        return None
-
-
-def _xcom_request(where: Any, key: str, value: Any = None) -> Any:
-    """A message that reads an XCom of the trigger's own task, or with `value` writes it."""
-    from airflow.sdk.execution_time.comms import GetXCom, SetXCom
-
-    place = {
-        "key": key,
-        "dag_id": where.dag_id,
-        "run_id": where.run_id,
-        "task_id": where.task_id,
-        "map_index": where.map_index,
-    }
-    return GetXCom(**place) if value is None else SetXCom(**place, value=value)
-
-
-async def _task_state(where: Any, task_id: str) -> str | None:
-    """The state of a task in the trigger's run and map index; UNKNOWN_STATE when Airflow does not answer."""
-    from airflow.sdk.execution_time.comms import GetTaskStates, TaskStatesResult
-
-    index = None if where.map_index is None or where.map_index < 0 else where.map_index
-    answer = await _ask(
-        GetTaskStates(dag_id=where.dag_id, task_ids=[task_id], run_ids=[where.run_id], map_index=index)
-    )
-    if not isinstance(answer, TaskStatesResult):
-        return UNKNOWN_STATE
-    key = task_id if index is None else f"{task_id}_{index}"
-    return (answer.task_states.get(where.run_id) or {}).get(key)
-
-
 def _event(payload: Mapping[str, Any]) -> TriggerEvent:
     return TriggerEvent(dict(payload))  # type: ignore[no-untyped-call]
 
 
-def _rules(handle: Handle) -> Rules:
+def _rules(handle: Handle, *, exits_are_final: bool | None = None) -> Rules:
     from airflow_tfps.judge import Rules
 
     job = handle.job
@@ -356,7 +328,7 @@ def _rules(handle: Handle) -> Rules:
         success_policy=job.success_policy,
         unreachable_secs=job.timeouts.unreachable_secs,
         is_in_graph=job.replication == "in_graph",
-        exits_are_final=job.program is not None,
+        exits_are_final=job.program is not None if exits_are_final is None else exits_are_final,
     )
 
 
@@ -368,8 +340,9 @@ def _write_log(message: Mapping[str, Any]) -> None:
 class CheckpointTrigger(BaseTrigger):
     """Waits for complete checkpoints in a directory on a host, which pushes them as they appear, or in object storage.
 
-    One event: `{"checkpoint": {...}}`, or with null and a `reason`; `skip` says that the training ended first. With
-    `which="every"` the event is `{"checkpoints": [...]}`, with a `reason` when no more will come.
+    One event: `{"checkpoint": {...}}`, or with null and a `reason`; `skip` says that the training ended first, `late`
+    that the time was over. With `which="every"` the event is `{"checkpoints": [...]}`, with a `reason` when no more
+    will come.
 
     Args:
         host: An inventory of one host, as JSON; None for object storage.
@@ -379,6 +352,7 @@ class CheckpointTrigger(BaseTrigger):
         min_step: Only global steps from here on.
         newer_than: Only checkpoints whose index is younger, in seconds since the epoch.
         train_task_id: The task whose end ends the waiting.
+        train_run: Where that is, if not in the trigger's run and map index: `{"dag_id", "run_id", "map_index"}`.
         deadline: In seconds since the epoch.
         after: For `every`, what was found before: `{"global_step", "time"}`.
         pin: For `every` on a host, the owner for whom each is pinned.
@@ -403,6 +377,7 @@ class CheckpointTrigger(BaseTrigger):
         min_step: int = 0,
         newer_than: float = 0.0,
         train_task_id: str | None = None,
+        train_run: Mapping[str, Any] | None = None,
         after: Mapping[str, Any] | None = None,
         pin: str | None = None,
         room: int = 20,
@@ -418,11 +393,17 @@ class CheckpointTrigger(BaseTrigger):
         self.min_step = min_step
         self.newer_than = newer_than
         self.train_task_id = train_task_id
+        self.train_run = None if train_run is None else dict(train_run)
         self.after = None if after is None else dict(after)
         self.pin = pin
         self.room = room
         self.poll_secs = poll_secs
         self.version = version
+        self._trouble: str | None = None
+        """Why the directory cannot be looked at just now."""
+        self._has_looked = False
+        self._is_over = asyncio.Event()
+        """Set when the training's task is over in Airflow."""
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return "airflow_tfps.triggers.CheckpointTrigger", {
@@ -434,6 +415,7 @@ class CheckpointTrigger(BaseTrigger):
             "min_step": self.min_step,
             "newer_than": self.newer_than,
             "train_task_id": self.train_task_id,
+            "train_run": self.train_run,
             "after": self.after,
             "pin": self.pin,
             "room": self.room,
@@ -483,12 +465,22 @@ class CheckpointTrigger(BaseTrigger):
                         await asyncio.wait({watching}, timeout=self.GATHER_SECS)
                     return {}
                 if left <= 0:
-                    return {"reason": f"no complete checkpoint in {self.directory} in time"}
+                    reason = f"no complete checkpoint in {self.directory} in time"
+                    return {"late": True, "reason": reason + (f": {self._trouble}" if self._trouble else "")}
                 if await self._train_is_over():
+                    self._is_over.set()
+                    while not (self._has_looked or self._trouble or found or time.time() > self.deadline):
+                        await asyncio.wait(
+                            {watching, looking}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        if watching.done():
+                            watching.result()
                     secs = self.TRAIN_POLL_SECS + (self.poll_secs if self.host is None else 0.0)
                     await asyncio.wait({watching, looking}, timeout=secs, return_when=asyncio.FIRST_COMPLETED)
                     if found:
                         return {}
+                    if self._trouble:  # what it left cannot be seen: that is no reason to skip
+                        return {"reason": self._trouble, "transient": True}
                     kind = "newer" if self.after is not None else "such"
                     reason = f"the training is over and left no {kind} checkpoint in {self.directory}"
                     return {"skip": True, "reason": reason}
@@ -517,7 +509,10 @@ class CheckpointTrigger(BaseTrigger):
             newer_than=self.newer_than,
             newest=self.which == "final",
             pin=self.pin if spec is not None else None,
+            at_most=self._room,
+            until=self.deadline,
             poll_secs=self.poll_secs,
+            on_trouble=self._note,
         )
         async with contextlib.aclosing(found_here):
             async for one in found_here:
@@ -526,8 +521,22 @@ class CheckpointTrigger(BaseTrigger):
                 if len(found) >= self._room:
                     return
 
+    def _note(self, trouble: str | None) -> None:
+        self._trouble = trouble
+        self._has_looked = self._has_looked or trouble is None
+
     async def _training_has_ended(self) -> None:
-        """Wait for the verdict over the training; renews no lease."""
+        """Wait until the training has succeeded, or its task is over in Airflow: one that failed may be tried again."""
+        tasks = [asyncio.create_task(self._verdict()), asyncio.create_task(self._is_over.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done() and not tasks[0].result() and self.train_task_id is not None:
+                await self._is_over.wait()
+        finally:
+            await _cancel(tasks)
+
+    async def _verdict(self) -> bool:
+        """Wait for the verdict over the training: whether it has succeeded. Renews no lease."""
         from airflow_tfps import follow
         from airflow_tfps.handle import Handle
         from airflow_tfps.judge import judge
@@ -539,14 +548,19 @@ class CheckpointTrigger(BaseTrigger):
         try:
             async for message, _ in messages:
                 events.append(message)
-                if "seq" in message and judge(_rules(handle), events) is not None:
-                    return
+                verdict = judge(_rules(handle), events) if "seq" in message else None
+                if verdict is not None:
+                    return verdict.outcome == "succeeded"
         finally:
             await messages.aclose()
+        return False
 
     async def _train_is_over(self) -> bool:
         where = self.task_instance
         if where is None or self.train_task_id is None:
             return False
-        state = await _task_state(where, self.train_task_id)
+        place = self.train_run or {
+            "dag_id": where.dag_id, "run_id": where.run_id, "map_index": where.map_index
+        }  # fmt: skip
+        state = await state_of(task_id=self.train_task_id, **place)
         return state in ("success", "failed", "skipped", "upstream_failed", "removed")

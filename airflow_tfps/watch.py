@@ -17,7 +17,7 @@ from airflow_tfps import follow, forms, remote
 from airflow_tfps.errors import CommandError, HostUnreachableError, SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
     from airflow_tfps.inventory import HostSpec
 
@@ -44,9 +44,12 @@ async def watch(
     newer_than: float = 0.0,
     newest: bool = False,
     pin: str | None = None,
+    at_most: int | None = None,
+    until: float | None = None,
     poll_secs: float = POLL_SECS,
+    on_trouble: Callable[[str | None], None] = lambda _: None,
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Complete checkpoints of a directory as they appear, by global step, over lost connections. Endless.
+    """Complete checkpoints of a directory as they appear, by global step, over lost connections; endless, or `at_most`.
 
     Yields `{"checkpoint": prefix, "global_step", "size", "time"}`, with `pin` also `{"pin": {"directory", "owner"}}`,
     null where it could not be pinned; then `checkpoint` is that in the pin. Raises what the host refuses, SpecError for
@@ -61,7 +64,10 @@ async def watch(
         newer_than: Only those written from then on, in seconds since the epoch.
         newest: Only the newest of those that are there at the first look, and later ones after it.
         pin: The owner for whom the host pins each before it tells it. Not in object storage.
+        at_most: How many are wanted: the host pins no more.
+        until: Until when any are wanted, in seconds since the epoch: the host pins none later.
         poll_secs: Between two looks into object storage.
+        on_trouble: Told why there is no answer just now, and None when there is one again.
     """
     request: dict[str, Any] = {
         "directory": directory, "after_step": after_step, "min_step": min_step, "newer_than": newer_than,
@@ -70,11 +76,13 @@ async def watch(
     if after_time is not None:
         request["after_time"] = after_time
     if spec is None:
-        messages = _from_storage(request, poll_secs)
+        messages = _from_storage(request, poll_secs, on_trouble)
     else:
         if pin is not None:
             request.update(pin=pin, linger_secs=LINGER_SECS)
-        messages = _from_host(spec, {**request, "follow": True})
+        if at_most is not None:
+            request["at_most"] = at_most
+        messages = _from_host(spec, {**request, "follow": True}, until, on_trouble)
     async with contextlib.aclosing(messages):
         async for message in messages:
             found = _read(spec, message)
@@ -108,30 +116,45 @@ def _read(spec: HostSpec | None, message: Mapping[str, Any]) -> Checkpoint:
 # --- on a host ------------------------------------------------------------------------------------------------------
 
 
-async def _from_host(spec: HostSpec, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+async def _from_host(
+    spec: HostSpec, request: dict[str, Any], until: float | None, on_trouble: Callable[[str | None], None]
+) -> AsyncGenerator[dict[str, Any]]:
     """The host's messages that tell of a checkpoint; `request` keeps where one stands."""
     from airflow_tfps.ssh import Completed, connect_async
 
-    failures = 0
+    failures, trouble = 0, None
     while True:
+        if until is not None:
+            request["wanted_secs"] = max(until - time.time(), 0.0)
         try:
             async with await connect_async(remote.endpoint(spec)) as transport:
                 argv = remote.argv(spec, "checkpoints")
                 async with transport.stream(argv, remote.request_line(request)) as stream:
                     async for message in _messages(spec.name, stream):
-                        failures = 0
+                        failures, trouble = 0, None
+                        on_trouble(None)
                         if message.get("type") == "checkpoint":
                             found = _read(spec, message)
                             request["after_step"] = max(request["after_step"], found.global_step)
                             if "after_time" in request:
                                 request["after_time"] = max(request["after_time"], found.time)
+                            if "at_most" in request:
+                                request["at_most"] -= 1
                             yield message
+                            if request.get("at_most") == 0:
+                                return
                 ended = Completed(returncode=stream.returncode or 0, stdout=b"", stderr=stream.stderr)
                 if remote.lacks_runtime(ended):
                     await follow.install(transport, spec)
                 elif ended.returncode:
                     raise remote.not_ready(spec.name, "checkpoints", ended)
-        except HostUnreachableError:
+                else:
+                    raise HostUnreachableError(spec.name, "the watch of the directory has ended by itself")
+        except HostUnreachableError as error:
+            on_trouble(str(error))
+            if str(error) != trouble:
+                trouble = str(error)
+                log.warning("%s; trying again", error)
             await asyncio.sleep(follow.BACKOFF_SECS[min(failures, len(follow.BACKOFF_SECS) - 1)])
             failures += 1
 
@@ -151,10 +174,35 @@ async def _messages(host: str, stream: Any) -> AsyncIterator[dict[str, Any]]:
             yield message
 
 
+async def standing(spec: HostSpec | None, directory: str) -> tuple[int, float]:
+    """The highest global step and the youngest time of what is complete in a directory now; -1 and 0.0 without any.
+
+    Raises what the host refuses, HostUnreachableError, CommandError for object storage that does not answer.
+    """
+    if spec is None:
+        from airflow_tfps.storage import Storage
+
+        try:
+            found = await asyncio.to_thread(lambda: Storage(directory).complete())
+        except (ImportError, ValueError) as error:
+            raise SpecError(directory, [f"object storage that cannot be used: {error}"]) from None
+        except OSError as error:
+            raise CommandError("object storage", f"{directory}: {error}", transient=True) from None
+    else:
+        from airflow_tfps.ssh import connect_async
+
+        async with await connect_async(remote.endpoint(spec)) as transport:
+            answers = await follow.call_for_all(transport, spec, "checkpoints", {"directory": directory})
+        found = [one for one in (forms.checkpoint_of(spec.name, answer) for answer in answers) if one]
+    return max((c.global_step for c in found), default=-1), max((c.time for c in found), default=0.0)
+
+
 # --- in object storage ----------------------------------------------------------------------------------------------
 
 
-async def _from_storage(request: dict[str, Any], poll_secs: float) -> AsyncGenerator[dict[str, Any]]:
+async def _from_storage(
+    request: dict[str, Any], poll_secs: float, on_trouble: Callable[[str | None], None]
+) -> AsyncGenerator[dict[str, Any]]:
     """The same, from looks in a thread: what the libraries of object stores do may block."""
     from airflow_tfps.storage import Storage
 
@@ -176,7 +224,9 @@ async def _from_storage(request: dict[str, Any], poll_secs: float) -> AsyncGener
                 and c.time >= request["newer_than"]
             ]
             trouble = None
+            on_trouble(None)
         except OSError as error:
+            on_trouble(str(error))
             if str(error) != trouble:
                 trouble = str(error)
                 log.warning("%s: %s; looking again every %.0f s", request["directory"], error, poll_secs)

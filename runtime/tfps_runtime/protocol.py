@@ -91,6 +91,16 @@ def training_key(dag_id: str, run_id: str, group_id: str, map_index: int = -1) -
     return "/".join(parts)
 
 
+def parse_key(key: str) -> Optional[tuple[str, str, str, int]]:
+    """DAG, run, group (`-`: none) and map index (-1: none) of a training's key; None if that cannot be told."""
+    parts = key.split("/")
+    if len(parts) == 3:
+        return parts[0], parts[1], parts[2], -1
+    if len(parts) == 4 and parts[3].isdecimal():
+        return parts[0], parts[1], parts[2], int(parts[3])
+    return None
+
+
 def slug(text: str) -> str:
     """At most 40 letters, digits, `.`, `_`, `-` of `text`, for people who look at a directory."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40].rstrip("-.") or "training"

@@ -41,8 +41,11 @@ def checkpoints(request: dict[str, Any]) -> None:
     """Complete checkpoints in a directory, one line each; with `follow`, new ones as they appear and beats between.
 
     Without `follow` the last line is the newest once more, or `caught_up` when there is none. With `pin`, each is
-    pinned for that owner before it is told; what vanishes before it can be pinned is not told.
+    pinned for that owner before it is told; what vanishes before it can be pinned is not told. With `at_most` it ends
+    after so many. When its follower has gone it goes on pinning for `linger_secs`, but no more than were still wanted,
+    and not when `wanted_secs` are over.
     """
+    began = time.monotonic()
     directory = _directory(request)
     keeper = _Keeper(directory, str(request["pin"])) if request.get("pin") else None
     found = watch(
@@ -55,14 +58,23 @@ def checkpoints(request: dict[str, Any]) -> None:
         poll_secs=POLL_SECS if keeper is None else PINNING_POLL_SECS,
         also=list if keeper is None else keeper.kept,
     )
-    is_over = not _tell(found, keeper, is_endless=bool(request.get("follow")))
-    if keeper is not None and not is_over:
-        _linger(found, keeper, float(request.get("linger_secs", 0.0)))
+    at_most = sys.maxsize if request.get("at_most") is None else int(request["at_most"])
+    left = _tell(found, keeper, at_most, is_endless=bool(request.get("follow")))
+    if keeper is not None and left:
+        secs = float(request.get("linger_secs", 0.0))
+        if request.get("wanted_secs") is not None:
+            secs = min(secs, began + float(request["wanted_secs"]) - time.monotonic())
+        _linger(found, keeper, secs, left)
+    elif keeper is not None:
+        keeper.leave()
 
 
-def _tell(found: Iterator[Optional[Checkpoint]], keeper: Optional[_Keeper], *, is_endless: bool) -> bool:
-    """Say what is found until nobody listens any more; whether that is why it has ended."""
+def _tell(
+    found: Iterator[Optional[Checkpoint]], keeper: Optional[_Keeper], left: int, *, is_endless: bool
+) -> int:
+    """Say what is found until nobody listens any more, or wants more; how many were still wanted."""
     newest: Optional[dict[str, Any]] = None
+    has_looked = False
     said = time.monotonic()
     for checkpoint in found:
         if checkpoint is not None:
@@ -73,28 +85,33 @@ def _tell(found: Iterator[Optional[Checkpoint]], keeper: Optional[_Keeper], *, i
                     continue
                 message["pin"] = None if kept is None else kept.to_json()
             newest = message
+            left -= 1
             try:
                 say(message)
             except BrokenPipeError:
-                return True
+                return left
+            if left <= 0:
+                return 0
             continue
         if not is_endless:
             say({"type": Kind.CAUGHT_UP} if newest is None else newest)
-            return False
+            return 0
         if keeper is not None:
             keeper.renew()
-        if time.monotonic() - said >= BEAT_EVERY_SECS:
+        if not has_looked or time.monotonic() - said >= BEAT_EVERY_SECS:
             said = time.monotonic()
+            kind = Kind.BEAT if has_looked else Kind.CAUGHT_UP
+            has_looked = True
             try:
-                say({"type": Kind.BEAT, "time": time.time()})
+                say({"type": kind, "time": time.time()})
             except BrokenPipeError:
-                return True
+                return left
         if select.select([sys.stdin], [], [], 0)[0] and not os.read(sys.stdin.fileno(), 4096):
-            return True
-    return False
+            return left
+    return 0
 
 
-def _linger(found: Iterator[Optional[Checkpoint]], keeper: _Keeper, secs: float) -> None:
+def _linger(found: Iterator[Optional[Checkpoint]], keeper: _Keeper, secs: float, left: int) -> None:
     """Go on pinning in a process of its own until the next watcher of the owner comes, or the time is over."""
     if secs <= 0 or os.fork():
         return
@@ -108,7 +125,9 @@ def _linger(found: Iterator[Optional[Checkpoint]], keeper: _Keeper, secs: float)
             break
         if checkpoint is not None:
             with contextlib.suppress(RefusedError):
-                keeper.keep(checkpoint)
+                left -= keeper.keep(checkpoint)[1] is not None
+            if left <= 0:
+                break
     keeper.leave()
     os._exit(0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -17,10 +18,17 @@ from types import SimpleNamespace
 
 import pytest
 from airflow.sdk import DAG, TaskGroup
-from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSensorTimeout,
+    AirflowSkipException,
+    TaskDeferred,
+)
 from airflow.serialization.encoders import encode_trigger
 from tfps_runtime.checkpoint import complete_checkpoints, verify
 from tfps_runtime.pins import pins, pins_dir
+from tfps_runtime.protocol import digest
 
 from airflow_tfps.asset_triggers import CheckpointEventTrigger
 from airflow_tfps.hook import ClusterHook
@@ -32,6 +40,9 @@ from airflow_tfps.triggers import CheckpointTrigger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bundles import TENSORS, delete, index, save, save_sharded, write_state  # beside the unit tests
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJdD7y3aLq454yWBdwLWbieU1ebz9/cu7/QEXn9OIeZJ"
+"""A host key that nobody has."""
 
 
 class Store(dict):
@@ -194,12 +205,31 @@ def test_last_nights_leftovers_are_not_this_trainings(ckpt):
 
 
 def test_in_time_or_not_at_all(ckpt):
-    """A time-out fails, or with `soft_fail` skips."""
-    for is_soft, error in ((False, AirflowException), (True, AirflowSkipException)):
+    """A time-out fails without another try, as any sensor's, or with `soft_fail` skips."""
+    for is_soft, error in ((False, AirflowSensorTimeout), (True, AirflowSkipException)):
         task = Task(sensor(ckpt, timeout=0.5, soft_fail=is_soft))
         task.execute()
         with pytest.raises(error, match="no complete checkpoint in .* in time"):
             task.resume(task.event())
+
+
+def test_a_host_that_cannot_be_reached_is_named(monkeypatch, ckpt, caplog):
+    """In the log, once, and in the reason when the time is over."""
+    connection = {
+        "conn_type": "ssh",
+        "host": "127.0.0.1",
+        "port": 9,
+        "login": "x",
+        "extra": {"host_key": KEY},
+    }
+    monkeypatch.setenv("AIRFLOW_CONN_GPU_Z", json.dumps(connection))
+    task = Task(sensor(ckpt, host="gpu_z", timeout=15))
+    task.execute()
+    with pytest.raises(AirflowSensorTimeout, match=r"(?s)in time: gpu_z: "):
+        task.resume(task.event())
+    assert [record.levelname for record in caplog.records if record.name == "airflow_tfps.watch"] == [
+        "WARNING"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +237,9 @@ def test_in_time_or_not_at_all(ckpt):
     [
         ({"which": "all"}, "which: 'all' is none of latest, every, final"),
         ({"at_most": 21}, "at_most: from 1 to 20, is 21"),
-        ({"min_step": "many"}, "min_step: a number is needed, is 'many'"),
+        ({"min_step": "many"}, "min_step: an integer is needed, is 'many'"),
+        ({"min_step": "1e3"}, "min_step: an integer is needed, is '1e3'"),
+        ({"newer_than": "nan"}, "newer_than: a number of seconds is needed, is 'nan'"),
         ({"hosts": {"gpu_z": {"address": "127.0.0.9"}}}, "host: local is not in the inventory"),
         ({"checkpoint_dir": None}, "exactly one of training and checkpoint_dir is needed"),
     ],
@@ -258,6 +290,23 @@ def test_every_checkpoint_is_kept_over_deferrals_and_retries(host, ckpt):
     assert pins(str(ckpt)) == []
 
 
+@pytest.mark.parametrize("arguments", [{"at_most": 2}, {"timeout": 3.0}])
+def test_what_nobody_wants_any_more_is_not_pinned(host, ckpt, arguments):
+    """A sensor that has what it wanted, or whose time is over, leaves no watcher that would go on pinning."""
+    task = Task(sensor(ckpt, host=host, which="every", **arguments))
+    for step in (1, 2):
+        save(ckpt, step)
+    assert [one["global_step"] for one in task.run()] == [1, 2]
+    deadline = time.monotonic() + 10
+    marker = Path(pins_dir(str(ckpt))) / f".{digest('d/r/watch')}"
+    while marker.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for step in (3, 4):
+        save(ckpt, step)
+    assert [one.global_step for one in pins(str(ckpt))] == [1, 2]
+
+
 def test_a_mapped_sensor_has_pins_of_its_own(ckpt):
     """So that its siblings do not release them."""
     save(ckpt, 1)
@@ -285,11 +334,13 @@ def training(monkeypatch):
     from airflow.sdk.execution_time import task_runner
     from airflow.sdk.execution_time.comms import TaskStatesResult
 
-    said = SimpleNamespace(state="running", asked=[])
+    said = SimpleNamespace(state="running", asked=[], places=set())
 
     async def asend(message):
         said.asked += message.task_ids
-        return TaskStatesResult(task_states={"r": dict.fromkeys(message.task_ids, said.state)})
+        said.places |= {(message.dag_id, run) for run in message.run_ids}
+        [run] = message.run_ids
+        return TaskStatesResult(task_states={run: dict.fromkeys(message.task_ids, said.state)})
 
     monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", SimpleNamespace(asend=asend), raising=False)
     monkeypatch.setenv(
@@ -347,11 +398,55 @@ def test_a_sensor_elsewhere_in_the_dag_knows_its_training(ckpt):
             TrainOperator(task_id="train", handle=None)
         outside = sensor(ckpt)
     context = Task(outside).context
+    place = {"dag_id": "d", "run_id": "r", "map_index": -1}
     for key, expected in (("training", "d/r/training#0a1b2c3d"), ("training_id", "d/r/training#0a1b2c3d")):
         outside.training = {key: expected}
-        assert outside._train_task_id(context) == "training.train"
-    outside.training = {"training": "d/other/training#0a1b2c3d"}
-    assert outside._train_task_id(context) is None
+        assert outside._train_task(context) == ("training.train", place)
+    outside.training = {"training": "d/r/training/3#0a1b2c3d"}  # of a mapped group
+    assert outside._train_task(context) == ("training.train", {**place, "map_index": 3})
+    for other in ("d/r/other#0a1b2c3d", "nonsense", "d/r/training/x#0a1b2c3d"):
+        outside.training = {"training": other}
+        assert outside._train_task(context) == (None, None)
+
+
+def handle(directory: Path, host: dict | None = None, **more) -> dict:
+    """Of a training in run `q` of another DAG, of which the host knows nothing any more."""
+    return {
+        "version": 1, "training": "other/q/training#0a1b2c3d", "job": {"command": ["true"], "roles": {"worker": 1}},
+        "inventory": {"hosts": {"local": {"ssh_conn_id": "local", "address": "127.0.0.1", "gpus": 0}}},
+        "tasks": [["worker:0", "local", 20000, []]], "chief": "worker:0", "checkpoint_dir": str(directory), **more,
+    }  # fmt: skip
+
+
+def test_a_sensor_in_another_dag_ends_with_the_training(training, ckpt):
+    """Its place is another DAG: the handle says which run it is about."""
+    task = deferred(CheckpointSensor(task_id="watch", training=handle(ckpt), timeout=20))
+    training.state = "success"
+    with pytest.raises(AirflowSkipException, match="the training is over"):
+        task.resume(task.event())
+    assert set(training.asked) == {"training.train"}
+    assert training.places == {("other", "q")}
+
+
+def test_final_waits_for_the_next_try_of_a_training_that_failed(training, ckpt):
+    """What a failed incarnation left is not what the training leaves."""
+    save(ckpt, 1)
+    task = deferred(CheckpointSensor(task_id="watch", training=handle(ckpt), which="final", timeout=20))
+    with pytest.raises(TimeoutError):
+        task.event(secs=2.0)
+    save(ckpt, 2)
+    training.state = "success"
+    assert task.resume(task.event())["global_step"] == 2
+
+
+def test_what_lay_in_a_fixed_directory_before_the_training_is_not_its(ckpt):
+    """The handle says since when, by the host's clock; nobody need think of `newer_than`."""
+    old = save(ckpt, 900)
+    os.utime(f"{old}.index", (1000, 1000))
+    task = Task(CheckpointSensor(task_id="watch", training=handle(ckpt, since=2000.0), timeout=20))
+    task.execute()
+    save(ckpt, 5)
+    assert task.resume(task.event())["global_step"] == 5
 
 
 # --- object storage -----------------------------------------------------------------------------------------------
@@ -457,6 +552,23 @@ def test_an_asset_has_one_event_for_each_new_checkpoint(monkeypatch, host, ckpt)
     # The event of 3 may be told again: its state is kept after it.
     told = [one["global_step"] for one in asyncio.run(Events(store, **arguments).take(2, writes(5)))]
     assert told in ([4, 5], [3, 4])
+
+
+def test_a_host_whose_clock_is_behind_is_heard_at_once(tmp_path, ckpt):
+    """What is new is told by what lay there at the first look, not by the triggerer's clock."""
+    store = Store()
+    old = save(ckpt, 1)
+    os.utime(f"{old}.index", (1000, 1000))
+
+    async def write() -> None:
+        await store.is_kept.wait()
+        aside = save(tmp_path / "aside", 2)
+        os.utime(f"{aside}.index", (2000, 2000))
+        for suffix in (".data-00000-of-00001", ".index"):
+            os.rename(f"{aside}{suffix}", f"{ckpt / aside.name}{suffix}")
+
+    told = asyncio.run(Events(store, directory=str(ckpt)).take(1, write))
+    assert [one["global_step"] for one in told] == [2]
 
 
 def test_what_was_told_at_the_very_end_is_told_again(ckpt):

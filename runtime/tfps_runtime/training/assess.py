@@ -37,9 +37,10 @@ from tfps_runtime.models import (
     hold_checkpoint,
     value_of,
 )
-from tfps_runtime.protocol import ProtocolError, Result, dump, load
+from tfps_runtime.protocol import EXIT_TRY_AGAIN, ProtocolError, Result, dump, load
 from tfps_runtime.training import configure_logging, evaluate, export
 from tfps_runtime.training.model import ProgramError
+from tfps_runtime.training.train import TRY_AGAIN
 from tfps_runtime.whole import write_whole
 
 _log = logging.getLogger("tfps")
@@ -49,7 +50,10 @@ RECIPE = "evaluate.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; gives the exit code. Blocks. Errors of the program propagate."""
+    """Do what the command line says; gives the exit code, as in training: EXIT_TRY_AGAIN for what another try may mend.
+
+    Blocks. All other errors propagate, and are final: the program is wrong, or the checkpoint is gone.
+    """
     given = _parser().parse_args(arguments)
     given.inputs = dict(pair.split("=", 1) for pair in given.pairs)
     configure_logging()
@@ -66,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metrics = _evaluate({**job, "checkpoint": checkpoint}, given.inputs)
         else:
             metrics = _export(given, job, checkpoint)
+    except TRY_AGAIN as error:
+        _log.info("leaves, to be tried again: %s", first_line(error))
+        return EXIT_TRY_AGAIN
     finally:
         shutil.rmtree(held, ignore_errors=True)
     write_whole("result.json", Result(_step(given.checkpoint), given.checkpoint, metrics).dumps() + "\n")

@@ -41,13 +41,14 @@ from tfps_runtime.whole import write_whole
 
 _log = logging.getLogger("tfps")
 
-_TRY_AGAIN = (
+TRY_AGAIN = (
     tf.errors.AbortedError,
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
     RecoveryError,
     StopRequestedError,
 )
+"""What another try may mend; any other error is the program's, and final."""
 
 
 def run(context: TaskContext) -> int:
@@ -75,7 +76,7 @@ def run(context: TaskContext) -> int:
     try:
         server = cluster.start_server(cluster.config(context.session))
         result = _train(context, cluster, server.target, stop)
-    except _TRY_AGAIN as error:
+    except TRY_AGAIN as error:
         _log.info("%s leaves, to be tried again: %s", cluster.task, first_line(error))
         return EXIT_TRY_AGAIN
     if stop.is_requested and result is None:
