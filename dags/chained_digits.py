@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 
 from airflow.sdk import Asset, Param, dag, task
+from digits_files import write_digits
 
 from airflow_tfps.assets import model_asset, training_asset
 from airflow_tfps.group import TrainingTaskGroup
@@ -38,20 +39,7 @@ def digits_data() -> None:
     @task(outlets=[DATA])
     def write(*, outlet_events: dict | None = None) -> None:
         """Write `train.npz` and `eval.npz`, and tell where they are."""
-        import numpy as np
-        from sklearn.datasets import load_digits
-
-        folder = FOLDER.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        images, digits = load_digits(return_X_y=True)
-        order = np.random.default_rng(seed=0).permutation(len(digits))
-        paths = {}
-        for name, rows in {"train": order[:1437], "eval": order[1437:]}.items():
-            path = folder / f"{name}.npz"
-            partial = path.with_suffix(".partial.npz")
-            np.savez(partial, x=images[rows].astype("uint8"), y=digits[rows].astype("uint8"))
-            paths[name] = str(partial.replace(path))
-        outlet_events[DATA].extra = paths
+        outlet_events[DATA].extra = write_digits(FOLDER)
 
     write()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from airflow.sdk import Param, dag, task
 from airflow.sdk.exceptions import AirflowFailException
+from digits_files import write_digits
 
 from airflow_tfps.group import TrainingTaskGroup
 from airflow_tfps.models import EvaluateOperator, PromoteOperator
@@ -30,21 +31,8 @@ DATA = Path(os.environ.get("AIRFLOW_HOME", "~/airflow")) / "data" / "digits"
 
 @task
 def prepare(data_dir: str) -> dict[str, str]:
-    """Write `train.npz` and `eval.npz` into a directory; the same bytes every time, so they are uploaded once."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    folder = Path(data_dir).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    images, digits = load_digits(return_X_y=True)
-    order = np.random.default_rng(seed=0).permutation(len(digits))
-    paths = {}
-    for name, rows in {"train": order[:1437], "eval": order[1437:]}.items():
-        path = folder / f"{name}.npz"
-        partial = path.with_suffix(".partial.npz")
-        np.savez(partial, x=images[rows].astype("uint8"), y=digits[rows].astype("uint8"))
-        paths[name] = str(partial.replace(path))
-    return paths
+    """Write `train.npz` and `eval.npz` into a directory that every Airflow worker can read."""
+    return write_digits(data_dir)
 
 
 @task

@@ -24,9 +24,11 @@ RUNS = (
 )
 
 
-TRAINING = ("linear_regression", "nightly_digits", "own_script", "wide_deep", "digits_training")
+TRAINING = (
+    "linear_regression", "nightly_digits", "own_script", "wide_deep", "digits_training", "digits_watched",
+)  # fmt: skip
 """Those with a form for a training."""
-CHAINED = ("digits_data", "digits_consumer", "digits_evaluation")
+CHAINED = ("digits_data", "digits_consumer", "digits_evaluation", "digits_checkpoints")
 
 
 # --- in Airflow's processes -------------------------------------------------------------------------------------------
@@ -100,6 +102,7 @@ def airflow(tmp_path_factory):
         AIRFLOW__CORE__DAGS_FOLDER=str(DAGS),
         AIRFLOW__CORE__LOAD_EXAMPLES="False",
         AIRFLOW__CORE__UNIT_TEST_MODE="False",
+        PYTHONPATH=str(DAGS),  # as Airflow's own processes have it
     )
     subprocess.run(
         [sys.executable, "-m", "airflow", "db", "migrate"], env=env, check=True, capture_output=True
@@ -165,6 +168,7 @@ def test_assets_chain_the_dags(parsed):
         ],
         "digits_consumer": [["tfps://model/digits-chained"], []],
         "digits_evaluation": [["tfps://training/digits-chained"], ["tfps://evaluation/digits-chained"]],
+        "digits_checkpoints": [["digits-checkpoints"], ["tfps://evaluation/digits-watched"]],
     }
     assert parsed["dags"]["nightly_digits"]["assets"] == [
         [],
