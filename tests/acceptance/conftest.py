@@ -30,6 +30,15 @@ HOSTS = ("gpu_a", "gpu_b", "gpu_c")
 SIDE_BY_SIDE = int(os.environ.get("TFPS_LIVE_CASES", "4"))
 HERE = Path(__file__).parent
 
+GPU_LAB = {
+    "conn_type": "tfps",
+    "extra": {
+        "hosts": {name.replace("_", "-"): {"ssh_conn_id": name} for name in HOSTS},
+        "defaults": {"gpus": 0, "python": sys.executable, "ports": "29000-29099"},
+    },
+}
+"""The connection that the example DAGs name, with ports that no other case gets."""
+
 COMPONENTS = {
     # What the defaults wait for: a trigger of a dead triggerer is taken up after this long (default 30 s).
     "AIRFLOW__TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "12",
@@ -71,7 +80,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         stack = AirflowStack(
             folder / "airflow",
             dags_folder=HERE / "dags",
-            connections={name: connection_json(host) for name, host in hosts.items()},
+            connections={**{n: connection_json(h) for n, h in hosts.items()}, "gpu_lab": GPU_LAB},
             env=COMPONENTS,
         )
         running = Live(stack, hosts, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 from contextlib import closing
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from live import until
-from tfps_runtime.checkpoint import verify
-from tfps_runtime.pins import pins
+from tfps_runtime.checkpoint import complete_checkpoints, verify
+from tfps_runtime.pins import pins, pins_dir
 
 from airflow_tfps.hook import ClusterHook
 from airflow_tfps.inventory import Inventory
@@ -36,8 +37,8 @@ def told(live: Live) -> list[dict[str, Any]]:
     return found
 
 
-def watch(live: Live, *, is_paused: bool) -> None:
-    live.api.request("PATCH", "/dags/live_each", {"is_paused": is_paused})
+def watch(live: Live, dag_id: str = "live_each", *, is_paused: bool) -> None:
+    live.api.request("PATCH", f"/dags/{dag_id}", {"is_paused": is_paused})
 
 
 def test_each_new_checkpoint_starts_a_run(live: Live) -> None:
@@ -68,8 +69,53 @@ def test_each_new_checkpoint_starts_a_run(live: Live) -> None:
     assert pins(str(directory)) == []
 
 
-def is_watched(live: Live) -> bool:
-    """Whether Airflow has the trigger."""
+def is_watched(live: Live, asset: str = "live-checkpoints") -> bool:
+    """Whether Airflow has the trigger of an asset."""
+    question = """
+        select count(*) from trigger join asset_trigger on trigger_id = trigger.id join asset on asset_id = asset.id
+        where asset.name = ?
+    """
     with closing(sqlite3.connect(live.stack.home / "airflow.db", timeout=30)) as db:
-        found = db.execute("select count(*) from trigger where classpath like '%CheckpointEventTrigger'")
-        return found.fetchone() != (0,)
+        return db.execute(question, (asset,)).fetchone() != (0,)
+
+
+def evaluated(live: Live) -> list[dict[str, Any]]:
+    """What the evaluations have returned; none may have failed, or been skipped."""
+    results = []
+    for run in live.api.get("/dags/live_evaluations/dagRuns")["dag_runs"]:
+        for (task, index), ti in live.api.tasks("live_evaluations", run["dag_run_id"]).items():
+            assert ti["state"] not in ("failed", "skipped", "up_for_retry", "upstream_failed"), (run, ti)
+            if task == "evaluate" and ti["state"] == "success":
+                results.append(live.api.xcom("live_evaluations", run["dag_run_id"], task, map_index=index))
+    return results
+
+
+def test_every_checkpoint_of_a_training_is_evaluated(live: Live) -> None:
+    """Saved each second, kept until the next is there: each is evaluated from its pin, and no pin is left."""
+    directory = live.folder / "saved" / "ckpt"
+    directory.parent.mkdir()
+    run = live.start("live_saving")
+    training = run.until_training(tasks=2)
+    run.until_step(training, 40)
+    run.tell("finish")
+    run.until_over(state="success")
+    last = run.steps(training)[-1]
+    wanted = {*range(10, last, 10), last}
+    assert [c.global_step for c in complete_checkpoints(str(directory))] == [last]
+
+    def steps() -> set[int]:
+        return {one["global_step"] for one in evaluated(live)}
+
+    until(lambda: steps() == wanted, 240, lambda: f"evaluated {sorted(steps())} of {sorted(wanted)}")
+    for one in evaluated(live):
+        assert one["metrics"] == {"step": one["global_step"]}
+        assert Path(one["checkpoint"]).parent.parent == Path(pins_dir(str(directory)))
+        assert one["pin"] is None
+        assert json.loads(Path(one["metrics_path"]).read_text())["metrics"] == one["metrics"]
+    watch(live, "live_evaluations", is_paused=True)
+    until(lambda: not is_watched(live, "live-saved"), what="the trigger ends")
+    assert pins(str(directory)) == []
+    run.until_nothing_is_left()
+    with ClusterHook(inventory=Inventory.load(["local"])) as hook:  # which ends the host's watcher
+        hook.release_pins("local", str(directory), f"asset/gpu_a/{directory}")
+    assert not Path(pins_dir(str(directory))).exists()

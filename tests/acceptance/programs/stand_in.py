@@ -94,8 +94,10 @@ def index_table() -> bytes:
 class Disk:
     """The checkpoint directory."""
 
-    def __init__(self, directory: str, control: str) -> None:
+    def __init__(self, directory: str, control: str, keep: int) -> None:
         self._directory = directory
+        self._keep = keep
+        self._saved: list[int] = []
         self._slow = os.path.join(control, "slow-save")
 
     def save(self, step: int) -> None:
@@ -110,6 +112,15 @@ class Disk:
         for part, name, content in parts:
             self._pause(part, name)
             write(os.path.join(self._directory, name), content)
+        self._clean_up(step)
+
+    def _clean_up(self, step: int) -> None:
+        """Delete what is too old, the index first, as TensorFlow does; with `keep` 0 nothing."""
+        self._saved = [*(saved for saved in self._saved if saved != step), step]
+        while self._keep and len(self._saved) > self._keep:
+            prefix = os.path.join(self._directory, f"model.ckpt-{self._saved.pop(0)}")
+            for suffix in (".index", ".data-00000-of-00001"):
+                os.unlink(prefix + suffix)
 
     def _pause(self, part: str, name: str) -> None:
         """Stand still in the midst of a save, with half of the next file there, as long as the test wants it."""
@@ -150,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control", required=True)
     parser.add_argument("--checkpoint-dir", required=True)
+    parser.add_argument("--keep", type=int, default=0)
     arguments = parser.parse_args()
 
     config = json.loads(os.environ["TF_CONFIG"])
@@ -175,7 +187,7 @@ def main() -> int:
             signal.pause()
 
     is_chief = role == "chief" or (role == "worker" and index == 0 and "chief" not in config["cluster"])
-    disk = Disk(arguments.checkpoint_dir, arguments.control)
+    disk = Disk(arguments.checkpoint_dir, arguments.control, arguments.keep)
     step = disk.saved_step() if is_chief else 0
     sys.stdout.write(f"starting at step {step}\n")
     while not is_told("finish"):
