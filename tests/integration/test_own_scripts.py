@@ -272,7 +272,11 @@ def test_a_worker_lost_for_good_stops_nobody_with_device_filters_and_everybody_w
 
 
 def test_async_workers_share_the_work_evenly_and_end_with_the_last_step(script_cluster):
-    """Two equal workers over 2000 steps: both from the start, each within a quarter of half, and a prompt end."""
+    """Two equal workers over 2000 steps: both from the start, each within a quarter of half, and a prompt end.
+
+    Every local step is a global step. Who is in a step when the last one is done finishes it, maybe after the chief has
+    saved: so two workers may do one more than 2000, and the checkpoint may lack that one.
+    """
     fields = {"steps": 2000, "hparams": {"step_secs": 0.004}, "seed": 3}
     cluster = script_cluster(PROGRAMS / "linear_regression.py", fields=fields, ps=1, worker=2)
     cluster.start_all()
@@ -280,7 +284,8 @@ def test_async_workers_share_the_work_evenly_and_end_with_the_last_step(script_c
     records = [cluster.progress(f"worker:{i}") for i in (0, 1)]
     locals_ = [each[-1].local_step for each in records]
     print(f"local steps: {locals_}")
-    assert sum(locals_) == cluster.result.global_step
+    assert sum(locals_) == max(each[-1].global_step for each in records)
+    assert 2000 <= cluster.result.global_step <= sum(locals_) <= 2001
     assert all(0.75 * 1000 <= local <= 1.25 * 1000 for local in locals_)
     assert abs(records[0][0].time - records[1][0].time) < 2.0
     assert max(each[0].global_step for each in records) < 300

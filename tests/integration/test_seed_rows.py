@@ -405,8 +405,9 @@ def test_s10_training_goes_on_without_a_dead_worker(script_cluster, tmp_path):
     cluster.tasks["worker:2"].kill()
     cluster.wait("worker:0", "worker:1")
     done = [cluster.progress(worker)[-1].local_step for worker in workers]
-    # The dead one made some steps after its last record, which came within half a second of its end.
-    assert sum(done) <= cluster.result.global_step <= sum(done) + 60
+    # The dead one made some steps after its last record, which came within half a second of its end; one of the living
+    # may have made its last after the chief's last save.
+    assert sum(done) - 1 <= cluster.result.global_step <= sum(done) + 60
     assert 500 <= cluster.result.global_step <= 502
     assert min(done[:2]) > done[2] > 20
 

@@ -18,7 +18,7 @@ from tfps_runtime.training.inputs import Batches, build_batches, keep_queues_ope
 from tfps_runtime.training.model import TRAIN, Model, Params, ProgramError, Shard
 from tfps_runtime.training.placement import bytes_by_task, describe, pack_gradients
 from tfps_runtime.training.program import Program
-from tfps_runtime.training.session import state_variable
+from tfps_runtime.training.session import global_step_variable, state_variable
 from tfps_runtime.training.sync import Synchroniser
 
 _log = logging.getLogger("tfps")
@@ -123,7 +123,7 @@ def build_replica(
             keep_queues_open()
             input_secs = time_to(batches)
         with cluster.placement():
-            global_step = tf.train.get_or_create_global_step()
+            global_step = global_step_variable()
             model = program.model_fn(batches.features, batches.labels, TRAIN, params)
             gradients = pack_gradients(gradients_of(program, model))
             averages, averaged = moving_averages(model, global_step)

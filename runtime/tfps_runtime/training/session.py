@@ -160,6 +160,16 @@ def call(session: Any, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Cal
     return function
 
 
+def global_step_variable() -> Any:
+    """The global step of the current graph, made if need be; no increment of it is ever lost.
+
+    A resource variable adds under a lock. To the stock variable, optimizers add without one, and of two workers' steps
+    that meet there one does not count.
+    """
+    with tf.variable_scope(tf.get_variable_scope(), use_resource=True):
+        return tf.train.get_or_create_global_step()
+
+
 def state_variable(name: str, shape: list[int], device: str, dtype: Any = tf.int32) -> Any:
     """An integer variable, 0 at first, shared by all replicas and lost with its ps."""
     with tf.device(device):

@@ -39,6 +39,7 @@ from tfps_runtime.training.replica import (
     moving_averages,
     time_to,
 )
+from tfps_runtime.training.session import global_step_variable
 
 Gradients = list[tuple[Any, Any]]
 
@@ -70,7 +71,7 @@ def build_towers(program: Program, params: Params, cluster: Cluster, seed: int) 
         for task, batches in zip(cluster.replicas, inputs):
             with _tower(cluster, task, len(models)):
                 if not models:
-                    global_step = tf.train.get_or_create_global_step()
+                    global_step = global_step_variable()
                 model = program.model_fn(batches.features, batches.labels, TRAIN, params)
                 _require_shared(program, models)
                 towers.append(pack_gradients(gradients_of(program, model)))
