@@ -258,8 +258,10 @@ def test_a_worker_lost_for_good_stops_nobody_with_device_filters_and_everybody_w
         )
         for i in (0, 1)
     ]
-    assert max(int(step) for ((step, _),) in done) >= 200
-    assert sum(int(local) for ((_, local),) in done) >= 200
+    # Each has read the global step after its last one. The stock optimizer adds to it without a lock: of two steps that
+    # meet one may not count, so there can be more steps than it tells, never fewer.
+    assert all(int(step) >= 200 for ((step, _),) in done)
+    assert sum(int(local) for ((_, local),) in done) >= max(int(step) for ((step, _),) in done)
 
     chief = without.tasks["worker:0"]
     without.stage.until(lambda: time.monotonic() - started > 3 * needed + 5, "much longer has passed")

@@ -29,7 +29,8 @@ def main(_):
         weights = tf.get_variable("weights", [10])
         loss = tf.reduce_sum(tf.square(weights - 1))
         train = tf.train.GradientDescentOptimizer(0.01).minimize(loss, global_step=global_step)
-    hooks = [tf.train.StopAtStepHook(last_step=FLAGS.steps)]
+    end = tf.train.FinalOpsHook(global_step)  # what a step fetches may be of before it, or before another's
+    hooks = [tf.train.StopAtStepHook(last_step=FLAGS.steps), end]
     local = 0
     with tf.train.MonitoredTrainingSession(
         server.target, is_chief=FLAGS.task_index == 0, hooks=hooks, config=config
@@ -40,7 +41,7 @@ def main(_):
             time.sleep(0.01)
             if local == 1:
                 print("the first step: %d" % step, flush=True)
-    print("the last step: %d, local: %d" % (step, local))
+    print("the last step: %d, local: %d" % (end.final_ops_values, local))
 
 
 if __name__ == "__main__":
