@@ -538,7 +538,7 @@ RESERVE = {
     "checkpoint_dir": "/c",
 }
 ANSWERS: list[tuple[str, dict[str, Any]]] = [
-    ("preflight", {"type": "preflight", "faults": [], "proxies": ["x"], "gpus": [{"bus": "0"}], "public": ["8.8.8.8"]}),
+    ("preflight", {"type": "preflight", "faults": [], "time": 1.0, "proxies": ["x"], "gpus": [{"bus": "0"}], "public": ["8.8.8.8"]}),
     ("put", {"type": "blob", "path": "/w/blobs/0/x", "is_there": True}),
     ("reserve", {"training": str(ID), "host": "gpu-a", "ports": {"ps:0": 2000}, "gpus": {"ps:0": [1]}, "checkpoint_dir": "/c"}),
     ("status", STATUS),
