@@ -84,7 +84,6 @@ class Assessing(Following):
         self.host = host
         self.base_dir = base_dir
         self.release_pin = release_pin
-        self._begun: tuple[Inventory, str] | None = None
         self._is_killed = False
 
     def execute(self, context: Context) -> Any:
@@ -121,19 +120,13 @@ class Assessing(Following):
                 return found
 
     def on_kill(self) -> None:
-        """End what was begun. If only the worker restarts, nothing is lost: another try would begin anew, too."""
-        from airflow_tfps.hook import ClusterHook
+        """Have `_begin` end what it has begun, which it is in the midst of; a deferred task's trigger does it.
 
-        super().on_kill()
+        Comes in the handler of a signal, where locks of whatever was interrupted may be held, so that no host can be
+        asked here. If only the worker restarts, nothing is lost: another try would begin anew, too.
+        """
         self._is_killed = True
-        if self._begun is None:
-            return
-        inventory, key = self._begun
-        try:
-            with ClusterHook(inventory=inventory) as hook:
-                hook.stop_key(key, "the Airflow task was killed", grace_secs=0)
-        except TfpsError as error:
-            self.log.warning("%s; its lease ends what is left", error)
+        super().on_kill()
 
     def _source(self) -> Source:
         """The checkpoint. Raises SpecError."""
@@ -157,14 +150,26 @@ class Assessing(Following):
 
         with airflow_errors():
             source = self._source()
+            training = TrainingId(self._key(context), secrets.token_hex(4))
             with ClusterHook(inventory=source.inventory) as hook:
                 self._hook = hook
-                training = TrainingId(self._key(context), secrets.token_hex(4))
-                self._begun = (source.inventory, training.key)
                 hook.stop_key(training.key, "another try begins", grace_secs=0)
-                if self._is_pinned(hook, source):
-                    self._start(context, hook, source, training, since=since, count=count)
+                try:
+                    if self._is_pinned(hook, source):
+                        self._start(context, hook, source, training, since=since, count=count)
+                finally:  # after a deferral, too
+                    if self._is_killed:
+                        self._end(source.inventory, training.key)
         return self._outcome(context, source)
+
+    def _end(self, inventory: Inventory, key: str) -> None:
+        from airflow_tfps.hook import ClusterHook
+
+        try:
+            with ClusterHook(inventory=inventory) as hook:
+                hook.stop_key(key, "the Airflow task was killed", grace_secs=0)
+        except TfpsError as error:
+            self.log.warning("%s; its lease ends what is left", error)
 
     def _start(
         self,
@@ -184,16 +189,15 @@ class Assessing(Following):
         except BusyError as error:
             self._queue(error, job, since, count)
         store = context["task_state_store"]
-        store.set(HANDLE_KEY, handle.to_json())
-        store.set(BEGUN_KEY, begun)
-        store.set(PIN_KEY, _pin_of(source))
-        context["ti"].xcom_push(TRAINING_XCOM, str(training))
         try:
+            store.set(HANDLE_KEY, handle.to_json())
+            store.set(BEGUN_KEY, begun)
+            store.set(PIN_KEY, _pin_of(source))
+            context["ti"].xcom_push(TRAINING_XCOM, str(training))
             hook.launch(handle)
-        except TfpsError as error:
-            self._give_up(hook, handle, str(error), transient=error.transient)
-        if self._is_killed:
-            self._give_up(hook, handle, "the Airflow task was killed", transient=True)
+        except BaseException:
+            self._stop(hook, handle, "it could not be started")
+            raise
         self.log.info("%s: started %s", training, handle.of(handle.chief).label)
         is_ours = self.command is None and self.script is None
         self.defer(
@@ -292,9 +296,10 @@ class Assessing(Following):
             self.log.warning("%s; the pin's lease ends it", error)
 
 
-def _pin_of(source: Source) -> dict[str, Any] | None:
+def _pin_of(source: Source) -> dict[str, Any]:
+    """As JSON that may be kept: Airflow keeps no null."""
     if source.pin is None:
-        return None
+        return {}
     return {**source.pin, "global_step": source.global_step, "checkpoint": source.checkpoint}
 
 

@@ -54,7 +54,9 @@ class Api:
                 answer = self._client.request(method, f"/api/v2{path}", json=body)
             except httpx.HTTPError as error:
                 raise StackError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from error
-            is_locked = answer.status_code == 500 and "Database error" in answer.text
+            is_locked = answer.status_code == 503 or (
+                answer.status_code == 500 and "Database error" in answer.text
+            )
             if not is_locked or time.monotonic() >= until:
                 return answer
 

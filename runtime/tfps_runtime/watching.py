@@ -89,6 +89,7 @@ def _tell(
             try:
                 say(message)
             except BrokenPipeError:
+                _hush()
                 return left
             if left <= 0:
                 return 0
@@ -105,10 +106,18 @@ def _tell(
             try:
                 say({"type": kind, "time": time.time()})
             except BrokenPipeError:
+                _hush()
                 return left
         if select.select([sys.stdin], [], [], 0)[0] and not os.read(sys.stdin.fileno(), 4096):
             return left
     return 0
+
+
+def _hush() -> None:
+    """Nobody reads any more: what is still to be flushed goes nowhere, instead of failing at the very end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
 
 
 def _linger(found: Iterator[Optional[Checkpoint]], keeper: _Keeper, secs: float, left: int) -> None:

@@ -72,7 +72,7 @@ def test_each_new_checkpoint_starts_a_run(live: Live) -> None:
 def is_watched(live: Live, asset: str = "live-checkpoints") -> bool:
     """Whether Airflow has the trigger of an asset."""
     question = """
-        select count(*) from trigger join asset_trigger on trigger_id = trigger.id join asset on asset_id = asset.id
+        select count(*) from trigger join asset_watcher on trigger_id = trigger.id join asset on asset_id = asset.id
         where asset.name = ?
     """
     with closing(sqlite3.connect(live.stack.home / "airflow.db", timeout=30)) as db:

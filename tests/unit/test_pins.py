@@ -320,7 +320,7 @@ class Watcher:
     def next(self) -> dict:
         while True:
             message = json.loads(self.process.stdout.readline())
-            if message["type"] != "beat":
+            if message["type"] not in ("beat", "caught_up"):
                 return message
 
     def leave(self) -> None:
