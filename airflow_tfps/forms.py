@@ -100,7 +100,7 @@ _PROMOTION: Form = {
 _ANSWERS: dict[str, Form] = {
     "preflight": {
         "faults": list[str],
-        "time": float,
+        "time": Optional[float],
         "proxies": list[str],
         "gpus": Optional[list[dict[str, Any]]],
         "public": Optional[list[str]],

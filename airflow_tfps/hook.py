@@ -114,7 +114,7 @@ class ClusterHook(HostsHook):
             raise
         return handle
 
-    def _plan(self, job: JobSpec, chief_host: str | None) -> tuple[Plan, dict[str, float]]:
+    def _plan(self, job: JobSpec, chief_host: str | None) -> tuple[Plan, dict[str, float | None]]:
         """Plan, look at the hosts of the plan, and plan again if they have fewer GPUs than was assumed.
 
         The plan, and the hosts' clocks at that look.
@@ -126,7 +126,7 @@ class ClusterHook(HostsHook):
         for host, report in sorted(reports.items()):
             if report["proxies"]:
                 log.info("%s: leaving out %s for TF tasks", host, ", ".join(report["proxies"]))
-        clocks = {host: float(report["time"]) for host, report in reports.items()}
+        clocks = {host: report.get("time") for host, report in reports.items()}
         if not asked:
             return plan, clocks
         found = {h: len(reports[h]["gpus"] or ()) for h in asked}
