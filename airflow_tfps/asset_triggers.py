@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Self
 
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
@@ -33,6 +34,12 @@ log = logging.getLogger(__name__)
 SEEN_KEY = "tfps_checkpoints"
 SETTLED_SECS = 5.0
 """After so long an event of ours has reached Airflow, or its trigger was ended."""
+AGAIN_SECS = 10.0
+"""So long after the last of several events the last is told again.
+
+An event that comes while the scheduler makes the run for the one before is recorded, but starts no run: the scheduler
+takes its notice for the former one's (3.3.2, `_create_dag_runs_asset_triggered`). The next run gets it, too.
+"""
 RETRY_SECS = (5.0, 15.0, 60.0)
 
 
@@ -40,8 +47,9 @@ class CheckpointEventTrigger(BaseEventTrigger):
     """Tells each new complete checkpoint of a directory, once, in order; endless.
 
     An event's payload, `extra["payload"]` of the asset event, is `{"checkpoint", "global_step", "host", "size",
-    "time"}`; with `pin` also `pin`: `{"directory", "owner"}` for `ClusterHook.release_pins`, or null when the host
-    could not pin it.
+    "time", "again"}`; with `pin` also `pin`: `{"directory", "owner"}` for `ClusterHook.release_pins`, or null when the
+    host could not pin it. After several events within ten seconds of each other the last is told once more, with
+    `again`: that only brings along those of which Airflow made no run, and is itself no news.
 
     What lies there when the asset is watched for the first time is no news, unless `existing`. A training that begins
     again in the same directory, from a lower global step, is told.
@@ -136,10 +144,18 @@ class CheckpointEventTrigger(BaseEventTrigger):
             pin=self.owner if self.pin and spec is not None else None,
             poll_secs=self.poll_secs,
         )
-        async with contextlib.aclosing(found):
-            async for one in found:
-                payload = {**one, "host": None if spec is None else self.host}
+        payload: dict[str, Any] = {}
+        told, is_owed = float("-inf"), False
+        async with contextlib.aclosing(found), _Next(found) as coming:
+            while True:
+                one = await coming.take(AGAIN_SECS if is_owed else None)
+                if one is None:
+                    is_owed = False
+                    yield TriggerEvent({**payload, "again": True})  # type: ignore[no-untyped-call]
+                    continue
+                payload = {**one, "host": None if spec is None else self.host, "again": False}
                 yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
+                is_owed, told = time.monotonic() - told < AGAIN_SECS, time.monotonic()
                 seen["global_step"] = max(seen["global_step"], one["global_step"])
                 seen["time"] = max(seen["time"], one["time"])
                 task = asyncio.create_task(self._keep_later(dict(seen)))
@@ -170,8 +186,8 @@ class CheckpointEventTrigger(BaseEventTrigger):
                 "time": float(kept["time"]),
                 "since": float(kept["since"]),
             }
-        step, time = (-1, 0.0) if self.existing else await standing(spec, self.directory)
-        seen = {"global_step": step, "time": time, "since": 0.0}
+        step, youngest = (-1, 0.0) if self.existing else await standing(spec, self.directory)
+        seen = {"global_step": step, "time": youngest, "since": 0.0}
         await self._keep(seen)
         return seen
 
@@ -193,3 +209,29 @@ class CheckpointEventTrigger(BaseEventTrigger):
         from tfps_runtime.protocol import digest
 
         return f"{SEEN_KEY}/{digest(self.host, self.directory)}"
+
+
+class _Next:
+    """Takes what an endless iterator brings, or stops waiting for it without losing it."""
+
+    def __init__(self, found: AsyncIterator[dict[str, Any]]) -> None:
+        self._found = found
+        self._coming: asyncio.Future[dict[str, Any]] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.gather(self._coming, return_exceptions=True)
+
+    async def take(self, secs: float | None) -> dict[str, Any] | None:
+        """The next one; None when it does not come within `secs`."""
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(anext(self._found))
+        await asyncio.wait({self._coming}, timeout=secs)
+        if not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        return coming.result()

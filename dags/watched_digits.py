@@ -76,7 +76,8 @@ def digits_checkpoints() -> None:
     @task
     def found(*, triggering_asset_events: dict | None = None) -> list[dict]:
         """The checkpoints that started this run: where each lies, its global step, its pin."""
-        return [event.extra["payload"] for event in triggering_asset_events[checkpoints]]
+        told = [event.extra["payload"] for event in triggering_asset_events[checkpoints]]
+        return [one for one in told if not one["again"]]
 
     EvaluateOperator.partial(
         task_id="evaluate",

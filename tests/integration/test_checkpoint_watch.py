@@ -571,6 +571,32 @@ def test_a_host_whose_clock_is_behind_is_heard_at_once(tmp_path, ckpt):
     assert [one["global_step"] for one in told] == [2]
 
 
+def test_after_several_the_last_is_told_again(monkeypatch, ckpt):
+    """Airflow may have made no run for it; a single one is told once."""
+    monkeypatch.setattr("airflow_tfps.asset_triggers.AGAIN_SECS", 1.0)
+    for step in (1, 2, 3):
+        save(ckpt, step)
+
+    async def nothing():
+        pass
+
+    async def another():
+        await asyncio.sleep(2.5)  # longer than it would take to be told again
+        save(ckpt, 4)
+
+    told = asyncio.run(Events(Store(), directory=str(ckpt), existing=True).take(4, nothing))
+    assert [(one["global_step"], one["again"]) for one in told] == [
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+    ]
+    for step in (1, 2):
+        delete(ckpt / f"model.ckpt-{step}")
+    told = asyncio.run(Events(Store(), directory=str(ckpt), existing=True).take(2, another))
+    assert [(one["global_step"], one["again"]) for one in told] == [(3, False), (4, False)]
+
+
 def test_what_was_told_at_the_very_end_is_told_again(ckpt):
     """Airflow forgets a trigger a moment before it ends it, and takes none of its events then."""
     store = Store()

@@ -62,7 +62,8 @@ with DAG(
 
 @task
 def found(triggering_asset_events=None) -> list:
-    return [event.extra["payload"] for event in triggering_asset_events[saved]]
+    told = [event.extra["payload"] for event in triggering_asset_events[saved]]
+    return [one for one in told if not one["again"]]
 
 
 with DAG("live_evaluations", schedule=[saved], catchup=False):
