@@ -107,8 +107,7 @@ class HostsHook(BaseHook):
         timeout: float = COMMAND_SECS,
     ) -> list[dict[str, Any]]:
         """As `call`, for commands that answer with several lines; there is at least one."""
-        self.connect([host])
-        spec, transport = self.inventory[host], self._transports[host]
+        spec, transport = self.inventory[host], self._transport(host)
         stdin = remote.request_line(request) + content
         try:
             completed = transport.run(remote.argv(spec, command), stdin, timeout=timeout)
@@ -134,8 +133,7 @@ class HostsHook(BaseHook):
         self, host: str, command: str, request: Mapping[str, Any]
     ) -> Iterator[Iterator[dict[str, Any]]]:
         """Run a command that goes on answering; leaving the context ends it. The runtime must be there."""
-        self.connect([host])
-        spec, transport = self.inventory[host], self._transports[host]
+        spec, transport = self.inventory[host], self._transport(host)
         with transport.stream(remote.argv(spec, command), remote.request_line(request)) as lines:
             said = (remote.read_line(host, line) for line in lines)
             found = (forms.message_of(host, one) for one in said if one is not None)
@@ -143,8 +141,15 @@ class HostsHook(BaseHook):
 
     def host_key(self, host: str) -> str | None:
         """Fingerprint of the key with which a host proved who it is; None for this machine. Connects."""
+        return getattr(self._transport(host), "host_key", None)
+
+    def _transport(self, host: str) -> Transport:
+        """The connection to a host, made if need be."""
         self.connect([host])
-        return getattr(self._transports[host], "host_key", None)
+        transport = self._transports.get(host)
+        if transport is None:  # `close` has come in between, in the handler of a signal
+            raise HostUnreachableError(host, "the connection was closed")
+        return transport
 
     def _forget(self, host: str, transport: Transport) -> None:
         """Drop a connection that was lost: what comes next, clearing away above all, connects anew."""

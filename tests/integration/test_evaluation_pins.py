@@ -280,7 +280,7 @@ def test_killed_between_worker_and_trigger_it_ends_by_a_short_lease(tasks, hook,
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("moment", [0.3, 0.8, 1.5, 2.5])
+@pytest.mark.parametrize("moment", [0.05, 0.3, 0.8, 1.5, 2.5])
 def test_killed_at_any_moment_on_its_worker_it_leaves_nothing(tasks, demo_host, ckpt, evaluate, moment):
     """`on_kill` comes in a signal's handler, in the midst of a reservation, say, and the task goes on after it."""
     operator = evaluate(str(save(ckpt, 1)), command=["sleep", f"61{moment}"], hosts=["demo_a"])
