@@ -265,20 +265,17 @@ class Assessing(Following):
         return not self._others() if self.release_pin is None else self.release_pin
 
     def _others(self) -> list[str]:
-        """Tasks that evaluate or promote after this one, or beside it after the same task."""
+        """Tasks that evaluate or promote after this one, or beside it or those that it has the pin from."""
         dag = self.get_dag()
         if dag is None:
             return []
+        kinds = {t.task_id: t.operator_class if isinstance(t, MappedOperator) else type(t) for t in dag.tasks}
+        alike = {task_id for task_id, kind in kinds.items() if issubclass(kind, Assessing)}
         me = dag.get_task(self.task_id)
-        before, after = me.get_flat_relative_ids(upstream=True), me.get_flat_relative_ids(upstream=False)
-        found = []
-        for task in dag.tasks:
-            kind = task.operator_class if isinstance(task, MappedOperator) else type(task)
-            if task.task_id in {self.task_id, *before} or not issubclass(kind, Assessing):
-                continue
-            if task.task_id in after or task.upstream_task_ids & me.upstream_task_ids:
-                found.append(task.task_id)
-        return found
+        mine = {self.task_id, *alike.intersection(me.get_flat_relative_ids(upstream=True))}
+        given = set().union(*(dag.get_task(task_id).upstream_task_ids for task_id in mine))
+        after = me.get_flat_relative_ids(upstream=False)
+        return sorted(t for t in alike - mine if t in after or dag.get_task(t).upstream_task_ids & given)
 
     def _let_go(self, context: Context, hook: ClusterHook, host: str, outcome: Mapping[str, Any]) -> None:
         """Release the pin, and keep what came of it: were this try's end lost, another could not do the work again."""

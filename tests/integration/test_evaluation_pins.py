@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
 from tfps_runtime.pins import pins, pins_dir
@@ -253,6 +254,21 @@ def test_two_evaluations_side_by_side_release_nothing(tasks, ckpt, found, evalua
     two.release_pin = True
     assert tasks.run(two)["pin"] is None
     assert pins(str(ckpt)) == []
+
+
+def test_who_else_may_need_a_pin():
+    """What evaluates or promotes after a task; or beside it, or beside what it has the pin from. Mapped or not."""
+    with DAG("d", schedule=None) as dag:
+        watch = EmptyOperator(task_id="watch")
+        one = EvaluateOperator(task_id="one", checkpoint="/x")
+        two = EvaluateOperator.partial(task_id="two").expand(checkpoint=["/x"])
+        promotion = PromoteOperator(task_id="promote", evaluation=one, metric="auc", model_dir="/srv")
+        watch >> [one, two]
+        alone = EvaluateOperator(task_id="alone", checkpoint="/x")
+    assert one._others() == ["promote", "two"]
+    assert promotion._others() == ["two"]
+    assert alone._others() == []
+    assert {task.task_id for task in dag.tasks} == {"watch", "one", "two", "promote", "alone"}
 
 
 @pytest.mark.parametrize("pin", [{"directory": "/x"}, "x", {"directory": 1, "owner": "o"}])
