@@ -204,6 +204,56 @@ def read_orders(data: dict[str, str]) -> dict[str, list[list[int]]]:
     return found
 
 
+def test_arrays_come_in_the_order_of_their_seed(forks, tmp_path):
+    """Pass after pass in the orders that NumPy draws, features with their labels; again for whoever begins anew."""
+    found = forks.call(read_arrays, directory=tmp_path)
+    assert found["train"] == found["expected"]
+    assert found["anew"] == found["train"][:3]
+    assert found["beside"] == [found["train"][0], found["train"][0], found["train"][1], found["train"][1]]
+    assert found["shapes"] == [[None, 2], [None]]
+    assert found["eval"] == [[[2 * i, 2 * i + 1], f"n{i}"] for i in range(23)]
+
+
+def read_arrays() -> dict[str, Any]:
+    import numpy as np
+    import tensorflow.compat.v1 as tf
+    from tfps_runtime.training import Shard, readers
+
+    tf.disable_v2_behavior()
+    data = {"x": np.arange(46).reshape(23, 2)}, np.array([f"n{i}" for i in range(23)])
+    make = lambda mode, **more: readers.arrays(data, mode, Shard(1, 2, 5), batch_size=4, **more)  # noqa: E731
+
+    def batches(session: Any, element: Any, count: int) -> list[Any]:
+        found = [session.run(element) for _ in range(count)]
+        return [
+            [[x.tolist(), y.decode()] for x, y in zip(f["x"], labels, strict=True)] for f, labels in found
+        ]
+
+    random, expected = np.random.default_rng(5), []
+    for _ in range(2):
+        order = random.permutation(np.arange(1, 23, 2))
+        chosen = [sorted(order[i : i + 4].tolist()) for i in range(0, 11, 4)]
+        expected += [[[[2 * row, 2 * row + 1], f"n{row}"] for row in rows] for rows in chosen]
+    with tf.Graph().as_default(), tf.Session() as session:
+        dataset, evaluated = make("train", epochs=2), make("eval")
+        once, other = (tf.data.make_initializable_iterator(dataset) for _ in range(2))
+        evaluated_once = tf.data.make_one_shot_iterator(evaluated).get_next()
+        element, beside = once.get_next(), other.get_next()
+        session.run([once.initializer, other.initializer])
+        found: dict[str, Any] = {"expected": expected, "train": batches(session, element, 6)}
+        try:
+            session.run(element)
+        except tf.errors.OutOfRangeError:
+            session.run(once.initializer)
+            found["anew"] = batches(session, element, 3)
+        session.run(once.initializer)
+        found["beside"] = [b for _ in range(2) for e in (element, beside) for b in batches(session, e, 1)]
+        found["eval"] = [row for batch in batches(session, evaluated_once, 6) for row in batch]
+        spec = tf.data.get_output_shapes(dataset)
+        found["shapes"] = [spec[0]["x"].as_list(), spec[1].as_list()]
+    return found
+
+
 def test_readers_say_which_file_is_missing(forks, tmp_path):
     """A path that stands for no file is a ProgramError with the pattern in it."""
     assert forks.call(read_nothing, directory=tmp_path) == "there is no file /nowhere/*.csv"

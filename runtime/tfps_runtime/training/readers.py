@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, Union
 
@@ -150,25 +151,47 @@ def arrays(
     lengths = {len(leaf) for leaf in leaves}
     if len(lengths) != 1 or lengths == {0}:
         raise ProgramError(f"arrays: rows of all arrays must be as many, and some, are {sorted(lengths)}")
-    rows = np.arange(lengths.pop())
-    is_training = mode == TRAIN
-    rows = rows[shard.index :: shard.count] if is_training else rows
+    rows, passes = np.arange(lengths.pop()), epochs
+    if mode == TRAIN:
+        rows = rows[shard.index :: shard.count]
+        orders: Callable[[int], Any] = _Orders(rows, shard.seed)
+    else:
+        passes, orders = 1, lambda _: rows
+    per_pass = math.ceil(len(rows) / batch_size)
 
-    def batches() -> Iterator[Any]:
-        random = np.random.default_rng(shard.seed)
-        passes = epochs if is_training else 1
-        done = 0
-        while passes is None or done < passes:
-            order = random.permutation(rows) if is_training else rows
-            for i in range(math.ceil(len(order) / batch_size)):
-                # Rows in ascending order are read from a mapped file without going back and forth.
-                chosen = np.sort(order[i * batch_size : (i + 1) * batch_size])
-                yield tf.nest.pack_sequence_as(data, [leaf[chosen] for leaf in leaves])
-            done += 1
+    def gather(number: int) -> list[Any]:
+        order, first = orders(number // per_pass), number % per_pass * batch_size
+        # Rows in ascending order are read from a mapped file without going back and forth.
+        chosen = np.sort(order[first : first + batch_size])
+        return [leaf[chosen] for leaf in leaves]
 
-    types = tf.nest.pack_sequence_as(data, [tf.as_dtype(leaf.dtype) for leaf in leaves])
-    shapes = tf.nest.pack_sequence_as(data, [tf.TensorShape([None, *leaf.shape[1:]]) for leaf in leaves])
-    return tf.data.Dataset.from_generator(batches, types, shapes).prefetch(2)
+    def batch(number: Any, _: Any) -> Any:
+        tensors = tf.numpy_function(gather, [number], [tf.as_dtype(leaf.dtype) for leaf in leaves])
+        for tensor, leaf in zip(tensors, leaves):
+            tensor.set_shape([None, *leaf.shape[1:]])
+        return tf.nest.pack_sequence_as(data, tensors)
+
+    # Not `from_generator`: with its first element TensorFlow sets malloc to give back what each step frees.
+    return tf.data.Dataset.range(per_pass).repeat(passes).enumerate().map(batch).prefetch(2)
+
+
+class _Orders:
+    """The order of the rows in each pass: those of one generator, whoever asks for which."""
+
+    def __init__(self, rows: Any, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._at = -1
+
+    def __call__(self, number: int) -> Any:
+        with self._lock:  # each iterator has a thread of its own
+            if number < self._at or self._at < 0:
+                self._random, self._at = np.random.default_rng(self._seed), -1
+            while self._at < number:
+                self._order = self._random.permutation(self._rows)
+                self._at += 1
+            return self._order
 
 
 def load_npz(paths: Paths) -> dict[str, np.ndarray]:
