@@ -6,12 +6,22 @@ on without an answer.
 
 from __future__ import annotations
 
+import array
+import asyncio
+import contextlib
+import fcntl
 import logging
+import termios
+import time
 from typing import Any
+
+import structlog
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_STATE = "unknown"
+READ_SECS, READ_POLL_SECS = 5.0, 0.02
+"""How long a trigger that is over waits for its log to be read, and how often it looks."""
 
 
 async def ask(message: Any) -> Any:
@@ -54,3 +64,24 @@ async def state_of(dag_id: str, run_id: str, task_id: str, map_index: int | None
         return UNKNOWN_STATE
     key = task_id if index is None else f"{task_id}_{index}"
     return (answer.task_states.get(run_id) or {}).get(key)
+
+
+async def until_log_is_read() -> None:
+    """Wait, for `READ_SECS` at most, until the supervisor has all that the triggers have logged so far.
+
+    It stops writing a trigger's log file when it hears that the trigger is over, on another socket than the log's
+    (3.3.2, `TriggerRunnerSupervisor._handle_request`): what it has not read by then, the last words, would be missing
+    in the task's log. Where logs are not sent to a supervisor (`dag.test()`) there is nothing to wait for.
+    """
+    until = time.monotonic() + READ_SECS
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        log_socket = structlog.get_config()["logger_factory"].io.fileno()
+        while _unread(log_socket) and time.monotonic() < until:  # noqa: ASYNC110  nobody tells when it is read
+            await asyncio.sleep(READ_POLL_SECS)
+
+
+def _unread(fd: int) -> int:
+    """Bytes written to a socket that its other end has not read (unix(7), SIOCOUTQ). Raises OSError for other files."""
+    count = array.array("i", [0])
+    fcntl.ioctl(fd, termios.TIOCOUTQ, count)
+    return count[0]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_tfps.asking import UNKNOWN_STATE, ask, state_of, task_state, xcom_request
+from airflow_tfps.asking import UNKNOWN_STATE, ask, state_of, task_state, until_log_is_read, xcom_request
 from airflow_tfps.errors import TfpsError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _kills: set[asyncio.Task[None]] = set()
 
 
 async def _let_the_task_end(where: Any, began: float) -> None:
-    """Sleep until the task `where`, deferred at `began` (monotonic), has ended for the scheduler, too.
+    """Wait until the task `where`, deferred at `began` (monotonic), has ended for the scheduler, too; and for the log.
 
     A worker may notice `min_heartbeat_interval` seconds late that the process of a deferred task has ended. If the task
     is queued again by then, the scheduler takes that old end for the new process's and fails the task (3.3.2,
@@ -54,6 +54,7 @@ async def _let_the_task_end(where: Any, began: float) -> None:
         return
     late = conf.getfloat("workers", "min_heartbeat_interval", fallback=5.0) + 1.0
     await asyncio.sleep(max(began + late - time.monotonic(), 0.0))
+    await until_log_is_read()
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -88,6 +89,7 @@ class _HandleTrigger(BaseTrigger):
         _kills.add(task)
         task.add_done_callback(_kills.discard)
         await asyncio.shield(task)
+        await until_log_is_read()
 
     async def _end(self) -> None:
         from airflow_tfps import follow
