@@ -62,7 +62,7 @@ test-acceptance: setup
 	$(PY) -m pytest tests/acceptance
 
 fuzz: setup
-	$(PY) -m pytest tests/unit/test_fuzz.py --hypothesis-profile fuzz
+	$(PY) -m pytest tests/unit/test_fuzz_*.py --hypothesis-profile fuzz --durations 0
 
 faults: setup
 	$(PY) -m pytest -m faults tests/acceptance/faults

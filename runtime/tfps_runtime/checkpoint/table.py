@@ -33,11 +33,11 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
             byte = data[at]
             at += 1
             value |= (byte & 0x7F) << shift
-            if byte < 0x80:
+            if byte < 0x80 and value < 1 << 64:
                 return value, at
             shift += 7
             if shift > 63:
-                raise CheckpointError("a number has no end")
+                raise CheckpointError("a number is larger than any")
     except IndexError:
         raise CheckpointError("a number is cut off") from None
 
