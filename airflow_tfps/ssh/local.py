@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 from airflow_tfps.ssh import Completed
-from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, no_answer, quote, unread
+from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, Output, no_answer, quote, unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +52,16 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _write_some(fd: int, data: memoryview) -> int:
+    """How much of `data` is done with: as much as the pipe takes, or all of it when nobody reads."""
+    try:
+        return os.write(fd, data[:CHUNK])
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return len(data)
+
+
 class LocalTransport:
     """`airflow_tfps.ssh.Transport` without a network."""
 
@@ -59,13 +71,44 @@ class LocalTransport:
     def run(self, argv: Sequence[str], stdin: bytes = b"", *, timeout: float | None = None) -> Completed:
         with subprocess.Popen(["/bin/sh", "-c", quote(argv)], **spawn_options()) as process:
             try:
-                stdout, stderr = process.communicate(stdin, timeout)
+                stdout, stderr = self._exchange(process, stdin, timeout)
             except BaseException as error:
                 kill_group(process.pid)
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise no_answer(self._host, argv, timeout) from None
                 raise
         return Completed(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+    def _exchange(
+        self, process: subprocess.Popen[bytes], stdin: bytes, timeout: float | None
+    ) -> tuple[bytes, bytes]:
+        """`Popen.communicate` with an end to what it takes. Raises TimeoutExpired, CommandError."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        pipes = [cast("IO[bytes]", pipe) for pipe in (process.stdout, process.stderr, process.stdin)]
+        outputs = [Output(self._host), Output(self._host)]
+        view = memoryview(stdin)
+        os.set_blocking(pipes[2].fileno(), False)
+        with selectors.DefaultSelector() as selector:
+            for i, pipe in enumerate(pipes):
+                selector.register(pipe, selectors.EVENT_WRITE if i == 2 else selectors.EVENT_READ, i)
+            while selector.get_map():
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise subprocess.TimeoutExpired(process.args, timeout or 0.0)
+                for key, _ in selector.select(None if timeout is None else left):
+                    pipe = pipes[key.data]
+                    if key.data == 2:
+                        view = view[_write_some(pipe.fileno(), view) :]
+                        is_over = not view
+                    else:
+                        data = os.read(pipe.fileno(), CHUNK)
+                        outputs[key.data].add(data)
+                        is_over = not data
+                    if is_over:
+                        selector.unregister(pipe)
+                        pipe.close()
+        process.wait(None if timeout is None else max(until - time.monotonic(), 0.0))
+        return bytes(outputs[0]), bytes(outputs[1])
 
     @contextlib.contextmanager
     def stream(self, argv: Sequence[str], stdin: bytes = b"") -> Iterator[LocalStream]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from airflow_tfps.ssh import Completed
 from airflow_tfps.ssh.local import CLOSE_SECS, kill_group, spawn_options
-from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, no_answer, quote, unread
+from airflow_tfps.ssh.wire import CHUNK, STDERR_BYTES, Lines, Output, no_answer, quote, unread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -28,15 +28,24 @@ class AsyncLocalTransport:
         timeout: float | None = None,
     ) -> Completed:
         process = await _Child.start(argv)
+        stdout, stderr = Output(self._host), Output(self._host)
+        exchange = [
+            asyncio.create_task(each)
+            for each in (process.write(stdin), process.read(1, stdout), process.read(2, stderr))
+        ]
         try:
             async with asyncio.timeout(timeout):
-                stdout, stderr = await process.communicate(stdin)
+                await asyncio.gather(*exchange)
+                await process.wait()
         except TimeoutError:
             raise no_answer(self._host, argv, timeout) from None
         finally:
+            for task in exchange:
+                task.cancel()
+            await asyncio.gather(*exchange, return_exceptions=True)
             await process.end(0.0)
         assert process.returncode is not None
-        return Completed(returncode=process.returncode, stdout=stdout, stderr=stderr)
+        return Completed(returncode=process.returncode, stdout=bytes(stdout), stderr=bytes(stderr))
 
     @contextlib.asynccontextmanager
     async def stream(self, argv: Sequence[str], stdin: bytes = b"") -> AsyncIterator[AsyncLocalStream]:
@@ -131,6 +140,20 @@ class _Child(asyncio.subprocess.Process):
             **spawn_options(),
         )
         return cls(transport, protocol, loop)
+
+    async def write(self, data: bytes) -> None:
+        """Give it all of its standard input, or as much as it takes."""
+        stdin = cast("asyncio.StreamWriter", self.stdin)
+        with contextlib.suppress(OSError):
+            stdin.write(data)
+            await stdin.drain()
+        stdin.close()
+
+    async def read(self, number: int, output: Output) -> None:
+        """Read standard output (1) or standard error (2) to its end. Raises CommandError when it is too much."""
+        reader = cast("asyncio.StreamReader", self.stdout if number == 1 else self.stderr)
+        while data := await reader.read(CHUNK):
+            output.add(data)
 
     async def end(self, patience_secs: float) -> None:
         """Close the pipes, give the command a while to end by itself, then kill its group; wait for it.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
@@ -147,13 +148,14 @@ def test_large_output_on_both_pipes_and_unread_input_do_not_block(transport):
 
 
 @pytest.mark.parametrize("pipe", ["", " >&2"])
-def test_endless_output_is_an_error_and_not_a_full_memory(open_, host, define, pipe):
-    """A host that never stops sending is cut off; the connection stays usable."""
-    with open_(define(host)) as transport:
-        with pytest.raises(CommandError, match="more than 67108864 bytes") as caught:
-            transport.run(["sh", "-c", f"cat /dev/zero{pipe}"], timeout=120)
-        assert caught.value.code == "protocol"
-        assert transport.run(["echo", "still there"]).stdout == b"still there\n"
+def test_endless_output_is_an_error_and_not_a_full_memory(transport, wait_until, tmp_path, pipe):
+    """A host that never stops sending is cut off, `local` too, and what sent ends; the connection stays usable."""
+    pid = tmp_path / "pid"
+    with pytest.raises(CommandError, match="more than 67108864 bytes") as caught:
+        transport.run(["sh", "-c", f"echo $$ > {pid}; exec cat /dev/zero{pipe}"], timeout=120)
+    assert caught.value.code == "protocol"
+    assert transport.run(["echo", "still there"]).stdout == b"still there\n"
+    wait_until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), "cat has ended")
 
 
 def test_silent_command_is_given_up_and_the_connection_stays(transport):
