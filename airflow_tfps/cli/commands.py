@@ -344,16 +344,14 @@ def init(args: Namespace) -> int | None:
 @command
 def demo(args: Namespace) -> int | None:
     """`airflow tfps demo`."""
+    from airflow_tfps.demo import example_dags
     from airflow_tfps.demo.run import DAG, main
 
-    here = Path(__file__).parents[2] / "dags"
-    dags = Path(args.dags) if args.dags else here
+    dags = Path(args.dags) if args.dags else example_dags()
     if not (dags / f"{DAG}.py").is_file():
         raise SpecError(
             "demo",
-            [
-                f"there is no {DAG}.py in {dags}: the example DAGs are in a checkout; name its folder with --dags"
-            ],
+            [f"there is no {DAG}.py in {dags}; leave --dags away for the example DAGs"],
         )
     given = {
         "home": args.home or ".demo",

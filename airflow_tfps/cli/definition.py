@@ -156,7 +156,7 @@ COMMANDS = (
         "demo",
         "Run the main job on this machine, with hosts and an Airflow of its own",
         "What `make demo` does: three SSH hosts, Airflow, a nightly training, all below --home; nothing is left.",
-        arg("--dags", metavar="DIR", help="folder with the example DAGs, of a checkout"),
+        arg("--dags", metavar="DIR", help="a folder in place of the example DAGs"),
         arg("--home", metavar="DIR", help="emptied first (default: .demo here)"),
         arg("--out", metavar="FILE", help="the result (default: result.json here)"),
         arg("--steps", type=count, help="global steps"),

@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from airflow_tfps.demo import example_dags
 from airflow_tfps.demo.api import StackError, wait
 from airflow_tfps.demo.home import HOME_VARIABLE, DemoError, alone, empty, runtime, tidy
 from airflow_tfps.demo.hosts import connection_json, read_hosts
@@ -325,18 +326,17 @@ class Interrupts:
 
 
 def parse(argv: Sequence[str] | None) -> Options:
-    checkout = Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(prog="python -m airflow_tfps.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--home", type=Path, default=checkout / ".demo", help="emptied first")
-    parser.add_argument("--out", type=Path, default=checkout / "result.json")
-    parser.add_argument("--dags", type=Path, default=checkout / "dags", help="folder with the example DAGs")
+    parser.add_argument("--home", type=Path, default=".demo", help="emptied first")
+    parser.add_argument("--out", type=Path, default="result.json")
+    parser.add_argument("--dags", type=Path, default=example_dags(), help="instead of the example DAGs")
     parser.add_argument("--steps", type=int, help="global steps; default: the DAG's")
     parser.add_argument("--mode", choices=("sync", "async"), help="default: the DAG's")
     parser.add_argument("--exit", action="store_true", help="do not stay up after the summary")
     parser.add_argument("--started", type=float, help="when `make` began, in seconds since the epoch")
     given = parser.parse_args(argv)
     if not (given.dags / f"{DAG}.py").exists():
-        parser.error(f"no {DAG}.py in {given.dags}: run it from a checkout, or say --dags")
+        parser.error(f"no {DAG}.py in {given.dags}; say --dags")
     return Options(
         home=given.home.resolve(),
         out=given.out.resolve(),

@@ -66,7 +66,7 @@ def python(wheel, tmp_path_factory) -> Path:
 
 
 def test_wheel_holds_both_packages_and_nothing_else(wheel):
-    """The wheel has the two packages with their data, the licence and the entry points, and no tests or DAGs."""
+    """The wheel has the two packages with their data, the example DAGs, the licence and the entry points; no tests."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -74,11 +74,15 @@ def test_wheel_holds_both_packages_and_nothing_else(wheel):
     for wanted in (
         "airflow_tfps/py.typed",
         "airflow_tfps/plugin/static/training.html",
+        "airflow_tfps/demo/dags/nightly_digits.py",
+        "airflow_tfps/demo/dags/jobs/digits.yaml",
+        "airflow_tfps/demo/dags/programs/digits.py",
         "tfps_runtime/training/__init__.py",
         "entry_points.txt",
         "licenses/LICENSE",
     ):
         assert any(name.endswith(wanted) for name in names), wanted
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def test_airflow_finds_the_provider_in_the_wheel(python, tmp_path):
@@ -92,6 +96,16 @@ def test_airflow_finds_the_provider_in_the_wheel(python, tmp_path):
     assert [p for p in airflow("providers", "list") if p["package_name"] == "airflow-tfps"]
     assert [h for h in airflow("providers", "hooks") if h["connection_type"] == "tfps"]
     assert [p for p in airflow("plugins") if p["name"] == "airflow_tfps"]
+
+
+def test_the_demo_finds_its_dags_in_the_wheel(python, tmp_path):
+    """`airflow tfps demo` needs no checkout: its DAGs are in the wheel, each of them is sound, and so are their jobs."""
+    code = "from airflow_tfps.demo.run import parse; print(parse([]).dags)"
+    dags = Path(run(python, "-c", code, cwd=tmp_path).strip())
+    assert dags.is_relative_to(python.parents[1])
+    assert sorted(p.name for p in dags.glob("*.py")) == sorted(p.name for p in (ROOT / "dags").glob("*.py"))
+    for path in sorted(dags.glob("*.py")):
+        run(python, path, cwd=tmp_path)
 
 
 def test_runtime_from_the_wheel_answers(python, tmp_path):

@@ -319,7 +319,7 @@ def test_the_starters_dag_keeps_its_template():
         (("stop", "--all", "--dag-id", "x"), "contradict"),
         (("logs", "worker"), "not a TF task"),
         (("checkpoints", "/x", "--host", "gpu-z"), "gpu-z is not one of gpu-a"),
-        (("demo", "--dags", "nowhere"), "the example DAGs are in a checkout"),
+        (("demo", "--dags", "nowhere"), "leave --dags away for the example DAGs"),
     ],
 )
 def test_what_is_not_enough(folder, words, said, capsys):
