@@ -94,7 +94,7 @@ with DAG("faults_mapped", schedule=None, params=PARAMS, default_args=RETRY):
     sweep.expand(number=[0, 1])
 
 with DAG(
-    "faults_timeout", schedule=None, params=PARAMS, default_args=RETRY, dagrun_timeout=timedelta(seconds=60)
+    "faults_timeout", schedule=None, params=PARAMS, default_args=RETRY, dagrun_timeout=timedelta(seconds=110)
 ):
     TrainingTaskGroup("training", job=JOB, hosts=INVENTORY)
 
