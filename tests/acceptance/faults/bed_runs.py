@@ -212,7 +212,8 @@ class BedRun(Run):
     def reason(self, task: str = "train", pattern: str = r"training \w+: ") -> str:
         """The first line of the reason with which a task failed, as Airflow's log has it last."""
         text = self.said(task, pattern)[-1][1]
-        return re.search(pattern + ".*", text)[0].splitlines()[0]
+        found = re.search(pattern + ".*", text)[0].splitlines()[0]
+        return re.split(r"  \w+(?:Error|Exception): ", found)[0]  # what it was raised from says the same
 
     # --- what lives on the hosts
 
