@@ -13,14 +13,13 @@ from tfps_runtime.models import (
     ModelDirectory,
     PromoteRequest,
     RollbackRequest,
-    Rule,
-    decide,
     hold_checkpoint,
     note_metrics,
     promote,
     rollback,
 )
 from tfps_runtime.protocol import ProtocolError, RefusedError
+from tfps_runtime.rules import Rule, decide
 
 BETTER = Rule("auc")
 

@@ -32,12 +32,10 @@ from tfps_runtime.models import (
     RECALLED,
     Compared,
     ModelDirectory,
-    Rule,
-    decide,
     hold_checkpoint,
-    value_of,
 )
 from tfps_runtime.protocol import EXIT_TRY_AGAIN, ProtocolError, Result, dump, load
+from tfps_runtime.rules import Rule, decide, value_of
 from tfps_runtime.training import configure_logging, evaluate, export
 from tfps_runtime.training.model import ProgramError
 from tfps_runtime.training.train import TRY_AGAIN
