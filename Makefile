@@ -3,6 +3,7 @@
 # make fuzz    10,000 examples of everything that comes from outside; make test has 1,000
 # make faults  what may die, tried on three hosts made of namespaces; a table of what was seen (45 min; needs root)
 # make faults-quick  the part of it that runs with every change (12 min)
+# make compose-test  the compose stack: built, started, trained with, hurt, taken down (needs a Docker engine)
 # make check   style, types, the dependency rule, generated pages
 #
 # Each sets itself up first: Python 3.11 to 3.13 with venv, make and git are all that a machine needs.
@@ -20,7 +21,7 @@ STARTED := $(shell date +%s)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-live test-acceptance faults faults-quick fuzz check format lock clean
+.PHONY: help setup demo test test-unit test-integration test-live test-acceptance faults faults-quick compose-test fuzz check format lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -70,6 +71,10 @@ faults: setup
 faults-quick: setup
 	$(PY) -m pytest -m "faults and quick" tests/acceptance/faults
 
+# What was measured goes where docs/deployment.md shows it.
+compose-test: setup
+	TFPS_COMPOSE_REPORT=docs/compose-test.txt $(PY) -m pytest -m compose tests/acceptance/compose
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,7 +89,7 @@ format: setup
 
 # Newest versions that fit, for every platform, with hashes; no registry is named.
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra demo --extra test --universal --python-version 3.11 \
+	$(BIN)/uv pip compile pyproject.toml --extra compose --extra demo --extra test --universal --python-version 3.11 \
 		--generate-hashes --no-emit-package airflow-tfps --no-emit-index-url --upgrade --quiet \
 		--custom-compile-command "make lock" --output-file $(LOCK)
 

@@ -63,6 +63,7 @@ class AirflowStack:
         dags_folder: The DAGs to serve. All are unpaused; none runs by its schedule.
         connections: Connection id to the connection as Airflow's JSON.
         env: Environment over everything else, such as `AIRFLOW__SECTION__KEY`.
+        components: What to start, as `COMPONENTS`; those of it at least.
         python: Interpreter that has Airflow and this package.
     """
 
@@ -73,12 +74,14 @@ class AirflowStack:
         dags_folder: Path,
         connections: Mapping[str, Mapping[str, Any]],
         env: Mapping[str, str] | None = None,
+        components: Mapping[str, Sequence[str]] = COMPONENTS,
         python: str = sys.executable,
     ) -> None:
         self.home = home.absolute()
         self.dags_folder = dags_folder.absolute()
         self._connections = connections
         self._extra = dict(env or {})
+        self._components = components
         self._python = python
         self._env: dict[str, str] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -135,7 +138,7 @@ class AirflowStack:
         self._env = self._environment()
         try:
             self._migrate()
-            for name in COMPONENTS:
+            for name in self._components:
                 self._launch(name)
             until = time.monotonic() + secs
             self._wait_healthy(until)
@@ -162,7 +165,7 @@ class AirflowStack:
             self._api = None
         self._ports |= {port for _, port in listening(processes(self._mark))}
         servers = ("api-server", "execution-api")
-        self._end_components([name for name in COMPONENTS if name not in servers])
+        self._end_components([name for name in self._components if name not in servers])
         self._end_components(servers)  # last, since tasks end through them
         self._end(processes(self._mark))
         left = [describe(pid) for pid in processes(self._mark)]
@@ -273,7 +276,7 @@ class AirflowStack:
         with self._log(name).open("ab") as output:
             port = {"AIRFLOW__API__PORT": str(self._execution_port)} if name == "execution-api" else {}
             self._children[name] = subprocess.Popen(
-                self._argv(*COMPONENTS[name]),
+                self._argv(*self._components[name]),
                 env=self._env | port,
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
@@ -330,7 +333,7 @@ class AirflowStack:
         try:
             wait(is_healthy, until - time.monotonic(), "")
         except TimeoutError:
-            logs = "\n".join(f"{name}:\n{tail(self._log(name), 15)}" for name in COMPONENTS)
+            logs = "\n".join(f"{name}:\n{tail(self._log(name), 15)}" for name in self._components)
             raise StackError(f"not healthy in time: {', '.join(unhealthy)}\n{logs}") from None
 
     def _wait_dags(self, until: float) -> None:
