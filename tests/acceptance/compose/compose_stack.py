@@ -196,7 +196,7 @@ class Stack:
         self.api.request("PATCH", f"/dags/{dag_id}", {"is_paused": False})
         return Run(self, dag_id, self.api.trigger(dag_id, conf))
 
-    def wait_dags(self, count: int, secs: float = 120.0) -> None:
+    def wait_dags(self, count: int, secs: float = 240.0) -> None:
         """Wait until the dag-processor has read this many DAGs, none with an error."""
 
         def are_there() -> bool:

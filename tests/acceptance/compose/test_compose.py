@@ -20,6 +20,9 @@ HOSTS = ("gpu-a", "gpu-b", "gpu-c")
 LIMITS = {"airflow": 1500 * 10**6, "host": 2500 * 10**6}
 """Bytes of an image."""
 IDLE_MIB = 4096
+START_SECS = 300.0
+"""From the trigger until it trains; the machine may have two cores and much else to do."""
+RUN_SECS = 600.0
 PORTS = (22, 2222, 5432, 6379, 8080, 8793, 8794, 20000)
 """Whatever listens in the stack, Airflow's log servers, which are off, and a TF task."""
 
@@ -76,8 +79,9 @@ def test_services_are_many_and_not_root(stack: Stack) -> None:
         found = container.inspect()
         assert container.health == "healthy", container
         assert container.exec("id", "-u").strip() != "0", container
-        processes = docker("top", container.id, "-eo", "uid").split()[1:]
-        assert "0" not in processes, container
+        owners = [line.split()[0] for line in docker("top", container.id, "-eo", "uid,pid").splitlines()[1:]]
+        assert owners, container
+        assert "0" not in owners, container
         host = found["HostConfig"]
         assert (host["CapDrop"], host["CapAdd"] or []) == (["ALL"], []), container
         assert host["SecurityOpt"] == ["no-new-privileges:true"], container
@@ -185,7 +189,7 @@ def secrets_of(stack: Stack) -> tuple[list[str], list[str]]:
 
 def test_linear_regression(stack: Stack) -> None:
     run = stack.trigger("linear_regression")
-    run.until_success(300)
+    run.until_success(RUN_SECS)
     result = run.xcom("training.train")
     assert result["global_step"] >= 400
     assert abs(result["metrics"]["weight"] - 2) < 0.2
@@ -198,7 +202,7 @@ def test_linear_regression(stack: Stack) -> None:
 def test_nightly_digits(stack: Stack) -> None:
     """Prepared, trained, judged, evaluated and promoted, with inputs that any worker can read."""
     run = stack.trigger("nightly_digits")
-    run.until_success(420)
+    run.until_success(RUN_SECS)
     judged, promoted = run.xcom("judge"), run.xcom("promote")
     assert judged["accuracy"] >= 0.93
     served = stack.one(promoted["host"]).exec("ls", "/home/train/models/digits/current/saved_model.pb")
@@ -213,7 +217,7 @@ def test_nightly_digits(stack: Stack) -> None:
 def started(stack: Stack, **conf: int) -> Run:
     """A slow training, deferred and followed, with steps in Airflow's log."""
     run = stack.trigger("slow_regression", **conf)
-    run.until(lambda: run.task()["state"] == "deferred" and run.step() > 0, 180, "it trains")
+    run.until(lambda: run.task()["state"] == "deferred" and run.step() > 0, START_SECS, "it trains")
     return run
 
 
@@ -232,7 +236,7 @@ def test_worker_that_ran_execute_stops(stack: Stack) -> None:
     docker("stop", "--time", "60", worker.id, secs=90)
     try:
         assert run.task()["state"] == "deferred"
-        run.until_success(240)
+        run.until_success(RUN_SECS)
         resumed = run.task()
         assert resumed["hostname"] != first
         assert stack.of_host_name(resumed["hostname"]).service == "worker"
@@ -244,17 +248,17 @@ def test_worker_that_ran_execute_stops(stack: Stack) -> None:
 
 def test_host_of_a_worker_and_the_triggerer_die(stack: Stack) -> None:
     """Asynchronous training goes on without a worker's host; another triggerer goes on, and repeats no line."""
-    run = started(stack, steps=2400)
+    run = started(stack, steps=3000)
     hosts = run.hosts()
     lost = hosts["worker:1"]
     assert lost not in (hosts["worker:0"], hosts["ps:0"])
     docker("kill", stack.one(lost).id)
     began = time.monotonic()
-    run.until(lambda: any(f"{lost}: " in line for line in run.log()[-20:]), 60, "the log names the host")
+    run.until(lambda: any(f"{lost}: " in line for line in run.log()[-20:]), 120, "the log names the host")
     noticed = time.monotonic() - began
     REPORT.add("host killed: noticed in Airflow's log after", f"{noticed:.0f} s")
     step = run.step()
-    run.until(lambda: run.step() > step + 20, 60, "training goes on without it")
+    run.until(lambda: run.step() > step + 20, 120, "training goes on without it")
 
     former = run.task()["triggerer_job"]["hostname"]
     triggerer = stack.of_host_name(former)
@@ -264,18 +268,18 @@ def test_host_of_a_worker_and_the_triggerer_die(stack: Stack) -> None:
     try:
         run.until(
             lambda: (run.task()["triggerer_job"] or {}).get("hostname") not in (None, former),
-            120,
+            180,
             "the other triggerer takes over",
         )
         REPORT.add("triggerer killed: the other took over after", f"{time.monotonic() - began:.0f} s")
         step = run.step()
-        run.until(lambda: run.step() > step + 20, 90, "it is followed again")
+        run.until(lambda: run.step() > step + 20, 120, "it is followed again")
         docker("start", stack.one(lost).id)
-        run.until_success(300)
+        run.until_success(RUN_SECS)
     finally:
         docker("start", triggerer.id, stack.one(lost).id)
     assert run.task()["try_number"] == 1
-    assert run.xcom("training.train")["global_step"] >= 2400
+    assert run.xcom("training.train")["global_step"] >= 3000
     lines = run.log()
     assert [line for line in lines if "worker:0@" in line]
     assert repeated(lines) == []
@@ -289,10 +293,10 @@ def test_host_of_the_chief_dies_and_comes_back(stack: Stack) -> None:
     run.until(lambda: run.step() > 200, 90, "a checkpoint is written")
     docker("kill", chief.id)
     try:
-        run.until(lambda: run.task()["state"] == "up_for_retry", 120, "the try fails")
+        run.until(lambda: run.task()["state"] == "up_for_retry", 240, "the try fails")
     finally:
         docker("start", chief.id)
-    run.until_success(300)
+    run.until_success(RUN_SECS)
     assert run.task()["try_number"] > 1
     assert any("worker:0@" in line and "no connection" in line for line in run.log(attempt=1))
     restored = [
@@ -306,7 +310,7 @@ def wait_healthy(stack: Stack) -> None:
     def is_healthy() -> bool:
         return all(container.health == "healthy" for container in stack.running())
 
-    until = time.monotonic() + 180
+    until = time.monotonic() + 300
     while not is_healthy():
         assert time.monotonic() < until, stack.compose("ps")
         time.sleep(1)
