@@ -200,7 +200,10 @@ def test_linear_regression(stack: Stack) -> None:
 
 
 def test_nightly_digits(stack: Stack) -> None:
-    """Prepared, trained, judged, evaluated and promoted, with inputs that any worker can read."""
+    """Prepared, trained, judged, evaluated and promoted, with inputs that any worker can read.
+
+    Twice: with the DAG unpaused, last night's run goes first.
+    """
     run = stack.trigger("nightly_digits")
     run.until_success(RUN_SECS)
     judged, promoted = run.xcom("judge"), run.xcom("promote")
