@@ -90,6 +90,19 @@ def test_images_start_from_debian_and_hold_no_registry():
         assert "://" not in text, path
 
 
+def test_airflow_image_is_built_from_all_that_the_wheel_holds():
+    """What the wheel is made of gets into the context of the build, and from there into the image."""
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]
+    allowed = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    copied = re.findall(
+        r"^COPY (?!--)(.+) \S+$", (ROOT / "docker/airflow/Dockerfile").read_text("utf-8"), re.MULTILINE
+    )
+    for path in hatch["targets"]["wheel"]["only-include"]:
+        top = path.partition("/")[0]
+        assert f"!{top}" in allowed, path
+        assert top in " ".join(copied).split(), path
+
+
 def test_settings_are_all_documented():
     """Each variable of the compose files is in the table of the page on deployment, with its default."""
     page = (ROOT / "docs" / "deployment.md").read_text("utf-8")

@@ -196,15 +196,15 @@ class Stack:
         self.api.request("PATCH", f"/dags/{dag_id}", {"is_paused": False})
         return Run(self, dag_id, self.api.trigger(dag_id, conf))
 
-    def wait_dags(self, count: int, secs: float = 240.0) -> None:
-        """Wait until the dag-processor has read this many DAGs, none with an error."""
+    def wait_dags(self, *dag_ids: str, secs: float = 240.0) -> None:
+        """Wait until the dag-processor has read these, and no DAG file has an error."""
 
         def are_there() -> bool:
             errors = self.api.get("/importErrors")["import_errors"]
             assert not errors, errors
-            return len(self.api.get("/dags?limit=100")["dags"]) >= count
+            return {dag["dag_id"] for dag in self.api.get("/dags?limit=100")["dags"]} >= set(dag_ids)
 
-        wait(are_there, secs, f"{count} DAGs")
+        wait(are_there, secs, ", ".join(dag_ids))
 
 
 @dataclass(frozen=True)
