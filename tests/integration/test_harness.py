@@ -379,6 +379,24 @@ def test_the_newest_complete_checkpoint_counts_whatever_the_state_file_says(trai
     assert "nothing left to train" in training.tasks[CHIEF].log
 
 
+def test_what_killed_saves_have_left_is_cleared_away(train):
+    """A chief that begins removes what may be as large as the model; a checkpoint with an index stays."""
+    training = train(ps=0, workers=1, steps=100)
+    training.checkpoints.mkdir(parents=True)
+    left = [
+        "model.ckpt-7.data-00000-of-00001.tempstate123",
+        "model.ckpt-8.data-00000-of-00001",
+        "checkpoint.tmp0a",
+    ]
+    for name in (*left, "model.ckpt-9.data-00000-of-00001", "model.ckpt-9.index"):
+        (training.checkpoints / name).write_bytes(b"part")
+    training.start(CHIEF)
+    assert training.tasks[CHIEF].wait() == 0, training.tasks[CHIEF].log
+    there = {path.name for path in training.checkpoints.iterdir()}
+    assert not there.intersection(left)
+    assert {"model.ckpt-9.index", "model.ckpt-9.data-00000-of-00001", "model.ckpt-100.index"} <= there
+
+
 def test_start_from_takes_weights_and_counts_from_zero(train):
     """`start_from` brings the weights of another training's checkpoint, not its global step."""
     first = train(ps=0, workers=1, steps=300)

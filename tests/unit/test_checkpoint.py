@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 from bundles import TENSORS, index, save, save_sharded, varint, write_state
-from tfps_runtime.checkpoint import complete_checkpoints, latest_checkpoint, read_state, watch
+from tfps_runtime.checkpoint import (
+    complete_checkpoints,
+    latest_checkpoint,
+    read_state,
+    remove_unfinished,
+    watch,
+)
 from tfps_runtime.checkpoint.table import TABLE_MAGIC
 
 
@@ -330,3 +336,43 @@ def test_watching_beside_a_writer_that_cleans_up(tmp_path):
         told.append(one.next())
     writer.join()
     assert told == sorted(set(told))
+
+
+# --- what killed saves have left ------------------------------------------------------------------------------------
+
+
+def test_what_no_save_will_finish_is_removed_and_nothing_else(tmp_path):
+    """Parts under TensorFlow's own temporary names, and files whose index is missing; of this name only."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "model.ckpt-2.index").write_bytes(b"damaged: not ours to throw away")
+    before = {path.name for path in tmp_path.iterdir()}
+    left = [
+        "checkpoint.tmp12ab",
+        "model.ckpt-3.data-00000-of-00001",
+        "model.ckpt-3.data-00001-of-00002.tempstate18446744073709551615",
+        "model.ckpt-3.index.tempstate7",
+        "model.ckpt-3.meta",
+        "model.ckpt-4.meta.tmp00ff",
+    ]
+    foreign = [
+        "other-3.data-00000-of-00001",
+        "model.ckpt-3.data-00000-of-00001.bak",
+        "model.ckpt-x.meta",
+        "events.1",
+    ]
+    for name in (*left, *foreign):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "model.ckpt-5_temp").mkdir()
+    (tmp_path / "model.ckpt-5_temp" / "part-00000-of-00002.index").write_bytes(b"x")
+    assert remove_unfinished(str(tmp_path), "model.ckpt") == [*left, "model.ckpt-5_temp"]
+    assert {path.name for path in tmp_path.iterdir()} == before | set(foreign)
+    assert remove_unfinished(str(tmp_path / "missing"), "model.ckpt") == []
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    (tmp_path / "model.ckpt-5_temp").symlink_to(tmp_path / "precious")
+    remove_unfinished(str(tmp_path), "model.ckpt")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "precious"]

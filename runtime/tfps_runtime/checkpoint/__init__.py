@@ -32,4 +32,5 @@ from tfps_runtime.checkpoint.state import (
     read_state as read_state,
     write_state as write_state,
 )
+from tfps_runtime.checkpoint.unfinished import remove_unfinished as remove_unfinished
 from tfps_runtime.checkpoint.verify import Verified as Verified, verify as verify

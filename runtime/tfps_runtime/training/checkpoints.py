@@ -16,7 +16,7 @@ from typing import Any, Callable
 
 import tensorflow.compat.v1 as tf
 
-from tfps_runtime.checkpoint import complete_checkpoints
+from tfps_runtime.checkpoint import complete_checkpoints, remove_unfinished
 from tfps_runtime.failure import first_line
 from tfps_runtime.protocol import CheckpointOptions
 from tfps_runtime.training.model import ProgramError
@@ -123,7 +123,11 @@ class Saving:
         """Prefix of the last one that this process saved."""
 
     def begin(self, session: Any, coord: Any) -> None:
-        """Nothing: a session has restored what there is."""
+        """Clear away what a save has left that was killed. A session has restored what there is."""
+        del session, coord
+        removed = remove_unfinished(self._checkpoints.directory, NAME)
+        if removed:
+            _log.info("removed %s, left by a save that was killed", ", ".join(removed))
 
     def look(self, session: Any, status: Any) -> bool:
         """Save if it is time; never ends the training."""
