@@ -205,6 +205,8 @@ def test_each_volume_has_what_its_reader_needs_and_no_more(made):
         mine = {k: v for k, v in found.items() if k.startswith(f"{name}/")}
         assert mine.keys() == {f"{name}/ssh_host_ed25519_key", f"{name}/authorized_keys"}
         assert mine[f"{name}/ssh_host_ed25519_key"] == secrets["host_keys"][name]
+        assert mine[f"{name}/authorized_keys"].startswith("ssh-ed25519 ")
+        assert mine[f"{name}/authorized_keys"].strip() == found["airflow/train_key.pub"].strip()
     assert len(set(secrets["host_keys"].values()) | {secrets["train_key"]}) == 4
     airflow = "".join(v for k, v in found.items() if k.startswith("airflow/"))
     assert not [key for key in secrets["host_keys"].values() if key.splitlines()[2] in airflow]
