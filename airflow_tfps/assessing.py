@@ -151,15 +151,15 @@ class Assessing(Following):
         with airflow_errors():
             source = self._source()
             training = TrainingId(self._key(context), secrets.token_hex(4))
-            with ClusterHook(inventory=source.inventory) as hook:
-                self._hook = hook
-                hook.stop_key(training.key, "another try begins", grace_secs=0)
-                try:
+            try:
+                with ClusterHook(inventory=source.inventory) as hook:
+                    self._hook = hook
+                    hook.stop_key(training.key, "another try begins", grace_secs=0)
                     if self._is_pinned(hook, source):
                         self._start(context, hook, source, training, since=since, count=count)
-                finally:  # after a deferral, too
-                    if self._is_killed:
-                        self._end(source.inventory, training.key)
+            finally:  # after a deferral, too
+                if self._is_killed:
+                    self._end(source.inventory, training.key)
         return self._outcome(context, source)
 
     def _end(self, inventory: Inventory, key: str) -> None:
