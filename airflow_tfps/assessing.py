@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import BaseOperator, TaskGroup
@@ -21,19 +20,19 @@ from tfps_runtime.protocol import TrainingId, training_key
 from airflow_tfps.assets import tell_assets
 from airflow_tfps.errors import BusyError, CommandError, HostError, TfpsError
 from airflow_tfps.operators import (
-    DEFER_SLACK_SECS,
     HANDLE_KEY,
-    QUEUE_POLL_SECS,
     RETRIES,
     RETRY_DELAY,
     UNHEARD_LEASE_SECS,
     Following,
     airflow_errors,
+    queue,
 )
-from airflow_tfps.triggers import TRAINING_XCOM, QueueTrigger, TrainingTrigger
+from airflow_tfps.triggers import TRAINING_XCOM, TrainingTrigger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
     from airflow.sdk import Context
 
@@ -187,7 +186,7 @@ class Assessing(Following):
                 job, training, wait=False, lease_secs=UNHEARD_LEASE_SECS, chief_host=source.host
             )
         except BusyError as error:
-            self._queue(error, job, since, count)
+            queue(self, "begin_again", error, job, since, count=count)
         store = context["task_state_store"]
         try:
             store.set(HANDLE_KEY, handle.to_json())
@@ -205,17 +204,6 @@ class Assessing(Following):
             method_name="finish",
             kwargs={"count": count},
             timeout=None,
-        )
-
-    def _queue(self, error: BusyError, job: JobSpec, since: float, count: int) -> NoReturn:
-        if time.time() - since > job.timeouts.queue_secs:
-            raise BusyError(f"still busy after {job.timeouts.queue_secs:.0f} s: {error}") from error
-        self.log.info("%s; looking again in %.0f s", error, QUEUE_POLL_SECS)
-        self.defer(
-            trigger=QueueTrigger(secs=QUEUE_POLL_SECS),
-            method_name="begin_again",
-            kwargs={"since": since, "count": count},
-            timeout=timedelta(seconds=QUEUE_POLL_SECS + DEFER_SLACK_SECS),
         )
 
     def _key(self, context: Context) -> str:

@@ -78,10 +78,12 @@ def _new_training(key: str) -> TrainingId:
         raise SpecError("the training's key", [f"{error}; trigger the DAG with another run id"]) from None
 
 
-def queue(operator: BaseOperator, method_name: str, error: BusyError, job: JobSpec, since: float) -> NoReturn:
+def queue(
+    operator: BaseOperator, method_name: str, error: BusyError, job: JobSpec, since: float, **kwargs: Any
+) -> NoReturn:
     """Defer until it is time for another look at busy hosts, holding nothing; `since`: the first look (epoch).
 
-    Raises BusyError after the job's `queue_secs`.
+    The method then gets `since` and `kwargs`. Raises BusyError after the job's `queue_secs`.
     """
     if time.time() - since > job.timeouts.queue_secs:
         raise BusyError(f"still busy after {job.timeouts.queue_secs:.0f} s: {error}") from error
@@ -89,7 +91,7 @@ def queue(operator: BaseOperator, method_name: str, error: BusyError, job: JobSp
     operator.defer(
         trigger=QueueTrigger(secs=QUEUE_POLL_SECS),
         method_name=method_name,
-        kwargs={"since": since},
+        kwargs={"since": since, **kwargs},
         timeout=timedelta(seconds=QUEUE_POLL_SECS + DEFER_SLACK_SECS),
     )
 
